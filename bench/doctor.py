@@ -1,17 +1,17 @@
-"""Whether the doctor names what is wrong, first, and is silent on healthy runs: recall and accusations by kind.
+"""Measure the doctor: how often its first finding names a known fault, and how often it accuses a healthy run.
 
     python bench/doctor.py                              # every operator of bench/faults, and healthy runs
     python bench/doctor.py --half seen --kind option    # part of them
     python bench/doctor.py --only option/rate-zero --draws 4 --verbose
     python bench/doctor.py --list
-    python bench/doctor.py --from results.jsonl         # the table once more
+    python bench/doctor.py --from results.jsonl         # print the table of earlier results
     python bench/doctor.py --from before.jsonl after.jsonl
 
-A case is one operator applied to one healthy subject (or a healthy subject alone), looked at in a process of its own
-that is ended at `--limit` seconds. `--out` gets one line of JSON a case, as soon as it is done, and a second call with
-the same file goes on where the first was stopped, as long as Keel and the operators are the same. The doctor is the one
-of the `keel` that Python finds: with another checkout's src in PYTHONPATH, the table is that version's. A whole run
-ends with status 1 where fewer faults are named, or more healthy runs accused, than FLOOR and CEILING say.
+A case is one fault operator applied to one healthy subject, or a healthy subject alone. Each case runs in a process of
+its own, which is stopped after `--limit` seconds. `--out` appends one line of JSON per finished case. A second call
+with the same file continues an interrupted one, as long as Keel and the operators are unchanged. The tested doctor is
+the one of the `keel` that Python finds, so PYTHONPATH can select another checkout. A full run exits with status 1 if
+recall is below FLOOR or the share of accused healthy runs is above CEILING.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from random import Random
 from random import seed as seed_global
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run beside each other
-os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than matrices this small
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # cases run in parallel
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1000000")  # oneDNN's set-up costs more than such small matrices
 
 import faults
 from faults.base import KINDS, LOOKALIKES, OPERATORS, Operator
 
 HEALTHY_KINDS = ("healthy", "healthy log", "look-alike")
 SEEN, HELD = "seen", "held"
-FLOOR = 0.8  # least share of the held-back faults that is named first
-CEILING = 0.05  # largest share of the healthy that may be accused
+FLOOR = 0.8  # least share of the held-back faults that the first finding must name
+CEILING = 0.05  # largest accepted share of healthy runs with an error or a warning
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operator, or a look-alike of a fault, on the subject of a seed; without one, that subject as it is."""
+    """A fault operator, or a harmless look-alike, on the subject of a seed; with neither, the healthy subject."""
 
     kind: str
     operator: str | None
@@ -70,16 +70,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What the doctor said of a case: its findings in order, each code with its severity, or why there are none."""
+    """The doctor's output for one case: the codes found, in order and with severities, or why there are none."""
 
     case: Case
-    codes: tuple[str, ...] = ()  # those that name the fault
+    codes: tuple[str, ...] = ()  # the codes that count as naming the fault
     half: str = ""
     findings: tuple[tuple[str, str], ...] = ()
-    refused: str = ""  # the line of a configuration that names the broken option and was refused
+    refused: str = ""  # the message that refused the configuration and names the broken option
     error: str = ""  # a traceback, a refusal that names something else, or the time limit
     seconds: float = 0.0
-    version: str = ""  # digest of the Keel that was asked and of the operators
+    version: str = ""  # digest of Keel's files and the operators
 
     @property
     def accused(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Result:
 
     @property
     def first_code(self) -> bool:
-        """Whether the first of its codes, the plainest name of the fault, is what the doctor says first."""
+        """Whether the first finding has the first of the operator's codes, which describes the fault best."""
         return self.accused[:1] == self.codes[:1] != ()
 
     @property
@@ -109,11 +109,11 @@ class Result:
         return cls(Case(**row.pop("case")), tuple(row.pop("codes")), findings=findings, **row)
 
 
-# ------------------------------------------------------------------------ the cases
+# ------------------------------------------------------------------------ cases
 
 
 def register() -> Mapping[str, Operator]:
-    """Every operator of the package, by the name of its module and then in the order of writing."""
+    """All operators of the package, sorted by module name and then by position in the module."""
     for module in sorted(info.name for info in pkgutil.iter_modules(faults.__path__)):
         importlib.import_module(f"faults.{module}")
     return OPERATORS
@@ -129,7 +129,7 @@ def seed_of(*parts: object) -> int:
 
 @functools.cache
 def version() -> str:
-    """A digest of Keel's files and the operators': results of another version say nothing of this one."""
+    """A digest of Keel's files and the operators. Results of another version are not reused."""
     import keel
 
     total = hashlib.sha256()
@@ -140,7 +140,7 @@ def version() -> str:
 
 
 def chosen(given: argparse.Namespace) -> list[Operator]:
-    """The operators that the command names."""
+    """The operators that the command line selects."""
     return [
         operator
         for operator in register().values()
@@ -155,7 +155,7 @@ def is_part(given: argparse.Namespace) -> bool:
 
 
 def cases(given: argparse.Namespace) -> list[Case]:
-    """Draws of each operator and of the healthy, in no order, so that what is stopped early has seen all kinds."""
+    """The cases of all selected operators and healthy subjects, shuffled so that a partial run covers every kind."""
     drawn = [
         Case(operator.kind, operator.name, seed_of(given.seed, operator.name, draw))
         for draw in range(given.draws)
@@ -170,11 +170,11 @@ def cases(given: argparse.Namespace) -> list[Case]:
 
 
 def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -> Any:
-    """A healthy configuration or, for logs, a healthy log."""
+    """A healthy configuration or, for log operators, a healthy log."""
     if not case.kind.endswith("log"):
         return importlib.import_module("faults.healthy").healthy(case.seed, fits)
     logs = importlib.import_module("faults.logs")
-    for attempt in range(1000):  # some figures are logged by one trainer alone, and rarely
+    for attempt in range(1000):  # some metrics are logged by one trainer only, and rarely
         subject = logs.healthy_log(case.seed + attempt)
         if fits(subject):
             return subject
@@ -182,7 +182,7 @@ def subject_of(case: Case, fits: Callable[[Any], bool] = lambda subject: True) -
 
 
 def look(case: Case) -> Result:
-    """One case, whatever it raises."""
+    """Run one case and record any exception."""
     operator = OPERATORS.get(case.operator or "")
     codes, half = (operator.codes, half_of(operator)) if operator else ((), "")
     began = time.monotonic()
@@ -200,7 +200,7 @@ def look(case: Case) -> Result:
 
 
 def examine(subject: Any, broken: Any, words: str = "") -> tuple[tuple[tuple[str, str], ...], str, str]:
-    """Findings in the order in which they are shown, a refusal that names what was broken, and one that does not."""
+    """Return the findings in display order, a refusal that names the broken option, and any other refusal."""
     from keel.base.errors import KeelError
 
     try:
@@ -218,7 +218,7 @@ def _preflight(config: dict[str, Any]) -> Any:
     from keel.doctor.preflight import preflight
 
     checked = load_config(config)
-    seed_global(checked.run.seed)  # of rewards and scorers that draw from the global generators
+    seed_global(checked.run.seed)  # for rewards and scorers that use the global generators
     torch.manual_seed(checked.run.seed)
     return preflight(checked)
 
@@ -228,7 +228,7 @@ def _examine_log(log: Any) -> Any:
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The options that differ, with their dots, and what they are now."""
+    """The options that differ, as dotted keys with their new values."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in dict.fromkeys((*before, *after)):
             yield from changes(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
@@ -240,17 +240,17 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any]
 
 
 def names_change(message: str, before: Any, after: Any) -> bool:
-    """Whether a refusal names an option that was broken by its dotted key, at least by section and name."""
+    """Whether a refusal names a broken option by its dotted key, or at least by its section and name."""
     keys = {".".join(path.split(".")[-2:]) for path, _ in changes(before, after)}
     return any(re.search(rf"(?<![\w]){re.escape(key)}(?![\w])", message) for key in keys if "." in key)
 
 
-# ------------------------------------------------------------------------ the processes
+# ------------------------------------------------------------------------ processes
 
 
 @dataclass
 class Child:
-    """A process that looks at one case."""
+    """A process that runs one case."""
 
     case: Case
     process: Any
@@ -259,7 +259,7 @@ class Child:
 
 
 def _child(case: Case, answer: Connection) -> None:
-    """Everything that a case prints is dropped: what it has to say is its result."""
+    """Run one case in a child process. Output of the case is discarded; only the result is returned."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 1)
         os.dup2(nothing.fileno(), 2)
@@ -267,11 +267,11 @@ def _child(case: Case, answer: Connection) -> None:
     logging.disable(logging.CRITICAL)
     answer.send(look(case))
     answer.close()
-    os._exit(0)  # threads that a case left behind are not waited for
+    os._exit(0)  # do not wait for threads that the case left running
 
 
 def run(todo: Sequence[Case], processes: int, limit: float) -> Iterator[Result]:
-    """The results as they come. Each case gets a fork of this process, which has imported all it needs."""
+    """Yield the results as they finish. Each case runs in a fork of this process, which has imported everything."""
     context = multiprocessing.get_context("fork")
     waiting, children = list(reversed(todo)), list[Child]()
     while waiting or children:
@@ -306,24 +306,24 @@ def _answer(child: Child, spent: float, limit: float) -> Result:
     return result
 
 
-# ------------------------------------------------------------------------ the table
+# ------------------------------------------------------------------------ table
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     kind: str
     cases: int
-    first: int  # named in the first place, the refused among them
-    first_code: int  # of these, by the first of the operator's codes
+    first: int  # named by the first finding, refusals included
+    first_code: int  # of these, how many have the operator's first code
     listed: int
     refused: int
     errors: int
 
 
 def recall(results: Iterable[Result]) -> list[Row]:
-    """The faults by kind, and all of them in the last row."""
+    """Recall by kind of fault, with a total in the last row."""
     faulty = [result for result in results if not result.case.healthy]
     kinds = [kind for kind in KINDS if any(result.case.kind == kind for result in faulty)]
     return [
@@ -342,7 +342,7 @@ def recall(results: Iterable[Result]) -> list[Row]:
 
 
 def accusations(results: Iterable[Result]) -> list[tuple[str, int, int]]:
-    """The healthy by kind: how many, and how many got an error, a warning, or no diagnosis at all."""
+    """Healthy cases by kind: the number of cases, and how many got an error, a warning, or no diagnosis at all."""
     whole = [result for result in results if result.case.healthy]
     return [
         (kind, len(rows), sum(bool(result.accused or result.error or result.refused) for result in rows))
@@ -356,7 +356,7 @@ def share(part: int, whole: int) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Recall by half and kind, then the healthy ones."""
+    """The tables of recall by half and kind, and of false alarms on healthy cases."""
     lines = []
     for half in (SEEN, HELD, "all"):
         rows = recall(result for result in results if half in (result.half, "all"))
@@ -385,7 +385,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def by_operator(results: Iterable[Result]) -> list[str]:
-    """How many operators are named in all of their draws, and in none, where one has several."""
+    """How many operators are named in all of their draws and how many in none, if operators have several draws."""
     draws: dict[str, list[bool]] = {}
     for result in results:
         if result.case.operator is not None and not result.case.healthy:
@@ -397,7 +397,7 @@ def by_operator(results: Iterable[Result]) -> list[str]:
 
 
 def misses(results: Sequence[Result]) -> str:
-    """One line for each fault that was not named first and for each healthy one that was accused."""
+    """One line for each fault that the first finding does not name, and for each healthy case with a false alarm."""
     lines = []
     for result in results:
         failed = not result.first if not result.case.healthy else bool(result.accused or result.error or result.refused)
@@ -410,7 +410,7 @@ def misses(results: Sequence[Result]) -> str:
 
 
 def comparison(before: Sequence[Result], after: Sequence[Result]) -> str:
-    """Both tables, and the cases of both whose outcome differs."""
+    """Both tables, and the cases in both whose outcome differs."""
     lines = ["before", table(before), "", "after", table(after), ""]
     earlier = {result.case: result for result in before}
     for result in after:
@@ -427,20 +427,20 @@ def _outcome(result: Result) -> str:
 
 
 def read(path: str) -> list[Result]:
-    """The results of a file; a last line that was not written to its end is left out."""
+    """Read the results of a file and skip an incomplete last line."""
     text = Path(path).read_text(encoding="utf-8") if Path(path).is_file() else ""
     return [Result.of(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def cut_half_line(path: str) -> None:
-    """Takes off a last line that was not written to its end: the next one would be written behind it."""
+    """Remove an incomplete last line, so that the next result does not continue it."""
     if Path(path).is_file():
         data = Path(path).read_bytes()
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def shortfalls(results: Sequence[Result]) -> list[str]:
-    """A line for each of the two limits that the results do not keep."""
+    """One line for each limit, FLOOR or CEILING, that the results miss."""
     lines = []
     rows = recall(result for result in results if result.half == HELD)
     if rows and rows[-1].first < FLOOR * rows[-1].cases:
@@ -454,7 +454,7 @@ def shortfalls(results: Sequence[Result]) -> list[str]:
 
 
 def listing(operators: Sequence[Operator]) -> str:
-    """Every operator with its half and codes, then how many there are of each kind."""
+    """Every operator with its half and codes, then the number of operators of each kind."""
     lines = [f"{o.name:<40} {half_of(o):<5} {', '.join(o.codes)}  {o.breaks}" for o in operators]
     for kind in KINDS:
         members = [operator for operator in operators if operator.kind == kind]
@@ -463,7 +463,7 @@ def listing(operators: Sequence[Operator]) -> str:
     return "\n".join([*lines, f"all: {len(operators)}, of which {sum(o.held_back for o in operators)} held back"])
 
 
-# ------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------ command line
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -521,7 +521,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _prepare() -> None:
-    """What every case needs is imported here once; one thread each, since cases run beside each other."""
+    """Import what every case needs before forking. Set one thread per process, since cases run in parallel."""
     import torch
 
     torch.set_num_threads(1)
@@ -539,7 +539,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # No thread that refreshes it: a fork would inherit the locks that such a thread holds, and wait for them for ever.
+    # No auto-refresh thread: a fork would inherit the locks that the thread holds and wait for them forever.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         bar = progress.add_task("cases", total=total)
         yield lambda: progress.update(bar, advance=1, refresh=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,47 @@ def save_random_llama(
     folder: Path, words: tuple[str, ...], shape: dict[str, int] | None = None, *, dtype: str = "float32"
 ) -> None:
     """Write the model and a tokenizer of one token a word, `words` among them, as from_pretrained reads them."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
     shape = SMALL if shape is None else shape
+    word_tokenizer(words, shape).save_pretrained(folder)
+    random_llama(shape, dtype).save_pretrained(folder)
+
+
+made_of: dict[str, Any] = {}  # words, shape and dtype of `made`, and how many seconds it took
+
+
+def made() -> tuple[Any, Any]:
+    """A model loader, `model.name=random_model:made`: a model that no file holds, and its tokenizer."""
+    began = time.perf_counter()
+    model = random_llama(made_of["shape"], made_of["dtype"]), word_tokenizer(made_of["words"], made_of["shape"])
+    made_of["seconds"] = time.perf_counter() - began
+    return model
+
+
+def word_tokenizer(words: tuple[str, ...], shape: dict[str, int]) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     filled = (f"w{number}" for number in range(shape["vocab_size"] - len(WORDS_BEFORE) - len(words)))
     names = (*WORDS_BEFORE, *words, *filled)
     core = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    )
+
+
+def random_llama(shape: dict[str, int], dtype: str) -> Any:
+    """The model, on a GPU if there is one and the model is large."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     special: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
     large = shape["vocab_size"] * shape["hidden_size"] > 2**26  # a GPU draws these weights in a second
+    default = torch.get_default_dtype()
     torch.manual_seed(0)
-    with torch.device("cuda" if large and torch.cuda.is_available() else "cpu"):
-        model = LlamaForCausalLM(LlamaConfig(**shape, **special))
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device("cuda" if large and torch.cuda.is_available() else "cpu"):
+            return LlamaForCausalLM(LlamaConfig(**special | shape))
+    finally:
+        torch.set_default_dtype(default)

@@ -129,7 +129,8 @@ def choose_problems(config: Config, start: Path) -> dict[str, Any]:
     """Write the training rows that the start answers sometimes, and say how many there are of how many."""
     from keel.envs.judge import Judge
     from keel.eval.evaluate import evaluate
-    from keel.run.build import build_collector, build_named_task, drop_long_prompts
+    from keel.run.build import build_collector, build_named_task
+    from keel.run.tasks import drop_long_prompts
 
     began, task = time.perf_counter(), build_named_task(config.task, config)
     with closing(Evaluator(config, start, **{"rollout.max_batch": 1024})) as evaluator:

@@ -4,6 +4,7 @@
     python bench/step.py --job cpu-512             # the same with prompts of 512 tokens
     python bench/step.py --job long-prompt         # 1 prompt of 2,300 tokens × 8 × 128 tokens, a random Llama of 19M
     python bench/step.py --device cuda --repeats 1 --steps 4 --job h200 --job h200-ragged
+    python bench/step.py --device cuda --repeats 1 --steps 3 --job 7b-lora --job 7b --job 32b-lora
     python bench/step.py --device cuda --job gsm8k --model FOLDER --data train.jsonl
     python bench/step.py --job tiny --side keel    # one side only
 
@@ -12,8 +13,11 @@
 SmolLM2-135M with fp32 weights and bfloat16 passes, 32 prompts × 16 completions of at most 200 tokens: with a model and
 data it runs configs/gsm8k.yaml and completions end where the model ends them, without them it is the same shape with
 random weights and completions of 95 tokens on average. `exact-kl` is `h200` by Keel with the KL of sampled tokens and
-with the exact one, `sft` the supervised start in SmolLM2's shape, 32 examples a step. The `tiny` jobs show that it
-runs, also with --side keel-exact-kl or keel-sft.
+with the exact one, `sft` the supervised start in SmolLM2's shape, 32 examples a step. `1.5b-lora` to `32b-lora` are
+`h200-ragged` in other shapes, with full weights or LoRA of rank 16 on all linear layers; random weights that no side
+reads from a folder are made in the GPU's memory. The `tiny` jobs show that it
+runs, also with --side keel-exact-kl or keel-sft. `start` is the time from the command to the first step's end, with
+imports, loading, trials and the capture of graphs, and without making the weights.
 
 The sides take turns, `--repeats` of them, so that a machine whose speed changes changes both. A turn is a process of
 its own, so that its peak memory is its own: `--steps` steps, the first of which is shown apart and not counted. A step
@@ -27,6 +31,7 @@ and TRL logs nothing. On a GPU peak memory is the allocator's, and TF32 is off. 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.metadata
 import json
 import random
@@ -43,11 +48,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import random_model
 from random_model import SMALL, save_random_llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 from get_smollm2 import default_folder
 
+BEGAN = time.perf_counter()
 GSM8K = Path(__file__).resolve().parents[1] / "configs" / "gsm8k.yaml"
 BETA, LEARNING_RATE = 0.04, 1e-6
 TRL_VERSION = "1.16.0"  # the wrapped methods are private: another version may time something else
@@ -56,6 +63,14 @@ LARGE = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "
 LARGE |= {"num_attention_heads": 12, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
+SHAPES = {  # the hidden size, the MLP's, layers, heads, KV heads, the vocabulary, tied embeddings
+    "3b": (2048, 11008, 36, 16, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "8b": (4096, 14336, 32, 32, 8, 128256, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False),
+    "32b": (5120, 27648, 64, 40, 8, 152064, False),
+}
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 TINY = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
@@ -72,6 +87,7 @@ class Job:
     completion: tuple[int, int]
     typical: int | None = None
     shape: dict[str, int] | None = None
+    lora: int | None = None  # the rank
     weights: str = "float32"
     passes: str = "float32"
     microbatch_tokens: int = 8192  # Keel's
@@ -102,15 +118,32 @@ _H200 = Job(
 _GSM8K = Job(
     32, 16, (60, 180), (20, 200), 65, shape=SMOLLM2, passes="bfloat16", microbatch_tokens=16384, rows=64
 )  # 95 tokens on average
+_RAGGED = replace(_H200, completion=(64, 256))
+
+
+def _sized(name: str, lora: int | None = 16, **how: Any) -> Job:
+    *sizes, vocabulary, tied = SHAPES[name]
+    shape = dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": tied}
+    return replace(_RAGGED, shape=shape | {"max_position_embeddings": 4096}, lora=lora, rows=16, **how)
+
+
 JOBS = {
     "tiny": Job(2, 4, (12, 12), (8, 8), shape=TINY),
+    "tiny-lora": Job(2, 4, (12, 12), (8, 8), shape=TINY, lora=4),
     "tiny-ragged": Job(2, 4, (8, 12), (2, 8), shape=TINY, rows=4),
     "cpu-37": Job(2, 8, (37, 37), (32, 32)),
     "cpu-512": Job(2, 8, (512, 512), (32, 32)),
     "long-prompt": Job(1, 8, (2300, 2300), (128, 128), shape=SMALL),
     "h200": _H200,
-    "h200-ragged": replace(_H200, completion=(64, 256)),
+    "h200-ragged": _RAGGED,
     "h200-1024": replace(_H200, completion=(1024, 1024), microbatch_tokens=17408, rows=16),
+    "1.5b-lora": replace(_RAGGED, lora=16),
+    "3b": _sized("3b", None, sides=("keel",)),
+    "7b": _sized("7b", None, sides=("keel",), microbatch_tokens=4096),
+    "7b-lora": _sized("7b", microbatch_tokens=6144),
+    "8b-lora": _sized("8b", microbatch_tokens=6144),
+    "14b-lora": _sized("14b", microbatch_tokens=6144),
+    "32b-lora": _sized("32b", sides=("keel",), microbatch_tokens=4096),
     "gsm8k": _GSM8K,
     "sft": replace(_GSM8K, group=1, sides=("keel-sft",)),
     "exact-kl": replace(_H200, sides=("keel", "keel-exact-kl")),
@@ -123,13 +156,20 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Work:
-    """A turn of a side: so many steps of a job with a model's folder."""
+    """A turn of a side: so many steps of a job with a model's folder, or with a model that is made in memory."""
 
     name: str
     job: Job
-    model: str
+    model: str | None
     steps: int
     device: str
+
+    def tokenizer(self) -> Any:
+        if self.model is None:
+            return random_model.word_tokenizer(WORDS, self.job.shape)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
 
 
 def make_prompts(tokenizer: Any, job: Job, step: int) -> list[str]:
@@ -213,7 +253,7 @@ def keel_overrides(work: Work) -> list[str]:
     """The job as options of `keel train`."""
     job = work.job
     shared = [
-        f"model.name={work.model}",
+        f"model.name={work.model or 'random_model:made'}",
         f"model.dtype={job.weights}",
         f"model.device={work.device}",
         f"rollout.prompts_per_step={job.prompts}",
@@ -229,6 +269,8 @@ def keel_overrides(work: Work) -> list[str]:
         "eval.k=[1]",
         "guards.on_nans=stop",  # no checkpoint before the first step
     ]
+    if job.lora:
+        shared.append(f"model.lora={{r: {job.lora}, alpha: {2 * job.lora}, targets: all-linear}}")
     return [*shared, f"data.path={job.data}" if job.data else "data.chat_template=none"]
 
 
@@ -256,6 +298,11 @@ def keel_task(job: Job, tokenizer: Any) -> Any:
             return Reward(checksum(turns[-1]))
 
     return MadeUp()
+
+
+def since_command() -> float:
+    """Seconds since the command began, without those in which random weights were made."""
+    return time.perf_counter() - BEGAN - float(random_model.made_of.get("seconds", 0.0))
 
 
 def force_lengths(job: Job) -> None:
@@ -291,10 +338,8 @@ def run_keel(work: Work, *more: str) -> list[dict[str, float]]:
     job, results = work.job, list[dict[str, float]]()
     task = None
     if job.data is None:
-        from transformers import AutoTokenizer
-
         force_lengths(job)
-        task = keel_task(job, AutoTokenizer.from_pretrained(work.model))
+        task = keel_task(job, work.tokenizer())
     ended = [0.0]
 
     def measure(state: Any, metrics: Any) -> None:
@@ -303,6 +348,8 @@ def run_keel(work: Work, *more: str) -> list[dict[str, float]]:
         total = ended[0] - before if results else metrics["time/total_s"]
         tokens = metrics["length/mean"] * job.prompts * job.group
         results.append({**phases, "total": total, "tokens": tokens, "peak_gib": metrics["memory/peak_gib"]})
+        if len(results) == 1:
+            results[0]["start"] = since_command()
         if len(results) == work.steps:
             raise Enough
 
@@ -312,8 +359,17 @@ def run_keel(work: Work, *more: str) -> list[dict[str, float]]:
         try:
             keel.train(config, task, callbacks=[measure], overrides=[*keel_overrides(work), *run, *more])
         except Enough:
+            show_notes(Path(folder))
             return results
     raise SystemExit("bench/step.py: the run ended before its steps were done")
+
+
+def show_notes(folder: Path) -> None:
+    """The notes of the run in this folder: which part is off its fastest path, and why."""
+    for file in folder.glob("*/events.jsonl"):
+        for event in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if event["kind"] == "note":
+                print(f"note: {event['message']}", file=sys.stderr, flush=True)
 
 
 def run_keel_exact_kl(work: Work) -> list[dict[str, float]]:
@@ -382,15 +438,23 @@ def trl_problems(work: Work, tokenizer: Any) -> tuple[dict[str, list[Any]], Call
     return {"prompt": [problem.prompt for problem in problems], "number": list(range(len(problems)))}, reward
 
 
+def trl_adapters(job: Job) -> Any:
+    if job.lora is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=job.lora, lora_alpha=2 * job.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def run_trl(work: Work) -> list[dict[str, float]]:
     """TRL's GRPOTrainer on the same job; its phases are timed by wrapping its own methods."""
     import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, LogitsProcessorList, TrainerCallback
+    from transformers import LogitsProcessorList, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     job, device = work.job, work.device
-    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    tokenizer = work.tokenizer()
     clock, results = Clock(device), list[dict[str, float]]()
     ended, tokens = [0.0], [0]
 
@@ -405,6 +469,7 @@ def run_trl(work: Work) -> list[dict[str, float]]:
             total = ended[0] - before
             update = total - phases.pop("inputs")
             results.append({**phases, "update": update, "total": total, "tokens": tokens[0]})
+            results[0].setdefault("start", since_command())
 
     columns, reward = trl_problems(work, tokenizer)
     rows = job.prompts * job.group
@@ -425,19 +490,20 @@ def run_trl(work: Work) -> list[dict[str, float]]:
             gradient_checkpointing=False,
             use_cpu=device == "cpu",
             tf32=None if device == "cpu" else False,
-            model_init_kwargs={"dtype": job.weights},
+            model_init_kwargs={"dtype": job.weights} if work.model else None,
             report_to=[],
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=work.model,
+            model=work.model or random_model.made()[0],
             reward_funcs=reward,
             args=config,
             train_dataset=Dataset.from_dict(columns),
             processing_class=tokenizer,
             callbacks=[StepTimer()],
+            peft_config=trl_adapters(job),
         )
         generate, calls = trainer.model.generate, count()
 
@@ -475,18 +541,20 @@ SIDES: dict[str, Callable[[Work], list[dict[str, float]]]] = {
 
 def summarise(steps: list[dict[str, float]]) -> dict[str, float]:
     """One turn: medians over the steps after the first, which is shown apart; `rest` is what no phase has."""
+    start = steps[0].pop("start", 0.0)
     whole = [{**dict.fromkeys(PHASES, 0.0), **step} for step in steps]
     for step in whole:
         step["rest"] = step["total"] - sum(step[name] for name in PHASES)
         step["token_us"] = 1e6 * step["total"] / step["tokens"]
     figures = {key: statistics.median(step[key] for step in whole[1:]) for key in whole[0]}
     figures["peak_gib"] = max(step["peak_gib"] for step in whole)
-    return {**figures, "first": steps[0]["total"], "second": steps[1]["total"]}
+    return {**figures, "first": steps[0]["total"], "second": steps[1]["total"], "start": start}
 
 
 def measure_apart(side: str, work: Work, threads: int) -> dict[str, float]:
     """One turn of a side in a fresh process: the JSON on its last line, shown at once, since the next may fail."""
-    command = [sys.executable, __file__, "--job", work.name, "--model", work.model, "--side", side, "--here"]
+    command = [sys.executable, __file__, "--job", work.name, "--side", side, "--here"]
+    command += ["--model", work.model] if work.model else []
     command += ["--threads", str(threads), "--device", work.device, "--steps", str(work.steps)]
     command += ["--data", work.job.data] if work.job.data else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -525,17 +593,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as models:
         for name in options.job or ["cpu-37"]:
             job = replace(JOBS[name], data=options.data)
-            model = options.model or model_of(job, Path(models))
-            if not Path(model).is_dir():
+            trl = options.side == "trl" or (options.side is None and "trl" in job.sides)
+            model = options.model or model_of(job, Path(models), trl=trl)
+            if model is not None and not Path(model).is_dir():
                 parser.error(f"no model folder at {model}: run scripts/get_smollm2.py, or give --model")
             run(Work(name, job, model, options.steps, options.device), options)
 
 
-def model_of(job: Job, folder: Path) -> str:
-    """SmolLM2's folder, or that of a random model, which is made where it is not there."""
+def model_of(job: Job, folder: Path, *, trl: bool) -> str | None:
+    """SmolLM2's folder, or that of a random model; None for one that is made in memory.
+
+    TRL makes its frozen copy from a folder; under LoRA, and without TRL, none is written.
+    """
     if job.shape is None:
         return str(default_folder())
-    target = folder / f"{job.shape['hidden_size']}-{job.weights}"
+    if job.lora or not trl:
+        return None
+    target = folder / hashlib.sha256(repr((sorted(job.shape.items()), job.weights)).encode()).hexdigest()[:16]
     if not target.exists():
         save_random_llama(target, WORDS, job.shape, dtype=job.weights)
     return str(target)
@@ -547,6 +621,7 @@ def run(work: Work, options: argparse.Namespace) -> None:
         import torch
 
         torch.set_num_threads(options.threads)
+        random_model.made_of.update(words=WORDS, shape=work.job.shape, dtype=work.job.weights)
         print(json.dumps(summarise(SIDES[options.side](work))))
         return
     sides = [options.side] if options.side else work.job.sides
@@ -563,7 +638,7 @@ def show(work: Work, turns: dict[str, list[dict[str, float]]]) -> None:
     }
     if job.data is None and len({r["tokens"] for r in results.values()}) > 1:
         raise SystemExit(f"bench/step.py: the sides had {[r['tokens'] for r in results.values()]} tokens to compute")
-    columns = (*PHASES, "rest", "total", "first", "second")
+    columns = (*PHASES, "rest", "total", "first", "second", "start")
     print(f"{work.name}: {job.prompts} prompts of {_span(job.prompt)} × {job.group} of {_span(job.completion)} tokens")
     print(f"{'':>14}" + "".join(f"{column:>11}" for column in (*columns, "tokens/s", "µs/token", "peak GiB")))
     for side, r in results.items():

@@ -146,6 +146,7 @@ def run_commands(block, capsys):
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_the_notebooks_cells_run(path, reader):
     """In order and in this process, which needs no kernel; what a cell ends with is shown as a notebook would."""

@@ -148,7 +148,7 @@ def build(
             "rollout": {"prompts_per_step": 4, "num_generations": 4, "max_completion_length": 96},
             "kl": {"beta": 0.01, "estimator": estimator},
             "task": {"name": "arithmetic"},
-            "optim": {"microbatch_tokens": 2048},
+            "optim": {"microbatch_tokens": 2048, "learning_rate": 1e-3},
         }
     )
     loaded = load_model(

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.models import load
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fuse_modules
-from keel.models.logprobs import hidden_states
+from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.memory import free_bytes, measure_pass_bytes
 from keel.models.pack import pack
 from keel.run.build import build_policy, build_run
 from keel.trainer import memory
-from keel.trainer.batch import score_reference
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from trainer.small import small_config
@@ -73,28 +72,44 @@ def test_a_run_with_little_free_memory_makes_smaller_passes(monkeypatch: pytest.
     assert step.batch.largest_pass <= 256
 
 
-LEFT_OUT = ("nothing", "CUDA graphs", "fused modules", "fused attention", "several passes")
-
-
-@pytest.mark.parametrize("left_out", LEFT_OUT)
-def test_policy_and_reference_are_equal_bit_for_bit_in_fp32(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the size of the run above; each case leaves out one part, so that a difference can be traced to its part."""
-    if left_out == "fused modules":
-        monkeypatch.setattr(load, "fuse_modules", lambda model: 0)
-    graphs = f"rollout.cuda_graphs={str(left_out != 'CUDA graphs').lower()}"
-    config = small_config(*SIXTEEN_GROUPS, graphs, "guards.on_step0_kl=warn")
+def test_policy_and_reference_are_equal_bit_for_bit_in_several_passes_in_fp32() -> None:
+    """The last pass has a row of 65 tokens, at which torch's masked attention over one KV head is wrong."""
+    config = small_config(*SIXTEEN_GROUPS, "guards.on_step0_kl=warn")
     loaded = build_policy(config)
     run = build_run(config, loaded).run
-    run.fitting_tokens = None if left_out == "several passes" else 256
+    run.fitting_tokens = 256
     before = fingerprint(loaded.model)
-    with sdpa_kernel(SDPBackend.MATH) if left_out == "fused attention" else nullcontext():
-        batch = train_step(run, State(kl=run.controller.init())).batch
-        again = score_reference(batch, run).rows.ref_logp
-    assert (len(batch.micros) == 1) == (left_out == "several passes")
+    batch = train_step(run, State(kl=run.controller.init())).batch
+    assert len(batch.micros) > 1
+    assert batch.micros[-1].packed.input_ids.shape[1] % 32 == 1
     assert run.reference is not None
     assert run.reference.fingerprint() == before
-    assert torch.equal(batch.rows.ref_logp, again)
     assert torch.equal(batch.rows.ref_logp, batch.rows.old_logp)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("shared", [False, True])
+def test_masked_rows_of_every_length_are_scored_rightly(kv_heads: int, dtype: torch.dtype, shared: bool) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    own = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=kv_heads, **shape)).eval()
+    exact, model = own.double(), deepcopy(own).to("cuda", dtype)
+    limit = 1e-4 if dtype == torch.float32 else 0.1
+    for length in range(20, 140):
+        tokens = torch.randint(3, 300, (length + 40,)).tolist()
+        group = Group(Problem("", ""), tuple(tokens[:9]), (completion(tokens[9:40]), completion(tokens[40:length])))
+        group = replace(group, completions=group.completions[: 1 + (length > 42)])
+        packed = pack([group], 0, shared_prefix=shared)
+        with torch.no_grad():
+            expected = score_tokens(exact, packed).logp
+            found = score_tokens(model, packed.to("cuda")).logp.cpu()
+        assert float((found - expected).abs().max()) < limit, length
+
+
+def completion(tokens: list[int]) -> Completion:
+    zeros = (0.0,) * len(tokens)
+    return Completion(tuple(tokens), (True,) * len(tokens), zeros, zeros, "", "length")
 
 
 def test_memory_that_runs_out_is_one_line() -> None:

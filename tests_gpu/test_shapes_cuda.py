@@ -14,6 +14,8 @@ import shapes
 import torch
 
 from keel.trainer.batch import pack_step, score_micro, score_policy, score_reference
+from keel.trainer.state import State
+from keel.trainer.step import train_step
 
 pytestmark = pytest.mark.gpu
 
@@ -37,8 +39,10 @@ def scored(setting):
     return groups, batch
 
 
-def check_scores(name, *, lora=False, trained=False, device="cuda", dtype=torch.bfloat16, seed=0):
+def check_scores(name, *, lora=False, trained=False, updates=0, device="cuda", dtype=torch.bfloat16, seed=0):
     setting = shapes.build(name, device=device, dtype=dtype, seed=seed, lora=lora, trained=trained)
+    train(setting.run, updates)
+    trained = trained or updates > 0
     groups, batch = scored(setting)
     rows, mask = batch.rows, batch.rows.action_mask
     if not trained:  # equal weights, dtype and microbatches
@@ -53,9 +57,22 @@ def check_scores(name, *, lora=False, trained=False, device="cuda", dtype=torch.
     }
     if not trained:
         errors["reference"] = shapes.rms(rows.ref_logp[mask] - truth)
-    keep(test="scores", shape=name, notes=setting.notes, seed=seed, lora=lora, trained=trained, **errors)
+    keep(
+        test="scores", shape=name, notes=setting.notes, seed=seed, lora=lora, trained=trained, updates=updates, **errors
+    )
     limit = max(SLACK * errors["transformers"], 1e-5)
     assert all(error <= limit for error in errors.values()), errors
+
+
+def train(run, updates):
+    """So many steps; afterwards every adapter has moved."""
+    state = State(kl=run.controller.init())
+    for _ in range(updates):
+        state = train_step(run, state).state
+    if updates:
+        moved = [bool(p.any()) for n, p in run.policy.model.named_parameters() if "lora_B" in n]
+        assert len(moved) > 20
+        assert all(moved)
 
 
 def check_gradients(name, *, lora=False, checkpointing=False, device="cuda", dtype=torch.bfloat16, seed=0):
@@ -123,6 +140,11 @@ def test_the_exact_kl_of_equal_weights_is_zero(name, lora):
 @pytest.mark.parametrize("name", NAMES)
 def test_those_under_adapters_too(name, trained):
     check_scores(name, lora=True, trained=trained)
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-8B", "Llama-3.1-8B"])
+def test_those_under_adapters_after_a_hundred_updates(name):
+    check_scores(name, lora=True, updates=100)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -20,7 +20,7 @@ for other trainers see [Names in logs](logs.md).
 
 A step whose update was skipped still writes a complete line. `eval.jsonl` has evaluations, `events.jsonl` what
 guards, resumes and samplers did, `rollouts.jsonl` completions with the KL of every token. How a run reads them:
-[Guards](../guards.md), [Findings](findings.md).
+[Guards](../runs.md#guards), [Findings](findings.md).
 
 """
 SHOWN = ("TRL", "verl")

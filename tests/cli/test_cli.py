@@ -13,23 +13,11 @@ import processes
 from keel.cli import main
 from keel.kl import estimators
 from keel.verify import SECTIONS
-from keel.verify.values import gaussian
+from keel.verify.values import gaussian, numerics
 
 
 def run_keel(*arguments, cwd=None):
     return processes.run_keel(*arguments, cwd=cwd, env={**os.environ, "COLUMNS": "160", "NO_COLOR": "1"})
-
-
-def test_help_loads_nothing_heavy():
-    """What keeps `keel --help` under a second: neither torch nor numpy nor matplotlib is imported for it."""
-    code = (
-        "import sys\nfrom keel.cli import main\nmain(['--help'])\nmain(['verify', '--help'])\n"
-        "print(sorted({'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "--formula" in done.stdout
-    assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
 def test_version():
@@ -47,18 +35,17 @@ def test_the_package_runs_as_the_command_does():
 
 @pytest.fixture(scope="module")
 def proven():
-    """Every section's facts, proven once for all that prints them."""
-    facts = {title: prove() for title, prove in SECTIONS.items()}
+    """The facts of two sections, proven once; tests/verify proves all."""
+    facts = {title: prove() for title, prove in SECTIONS.items() if prove in (gaussian, numerics)}
     return {title: lambda rows=rows: rows for title, rows in facts.items()}
 
 
-@pytest.mark.slow
 def test_verify_prints_tables_and_succeeds(proven, monkeypatch, capsys):
     monkeypatch.setattr("keel.verify.sections.SECTIONS", proven)
     assert main(["verify"]) == 0
     shown = capsys.readouterr().out
     assert "facts hold" in shown
-    assert "Rao-Blackwell" in shown
+    assert all(title in shown for title in proven)
 
 
 def test_verify_json_is_the_same_as_data(proven, monkeypatch, capsys):
@@ -66,7 +53,7 @@ def test_verify_json_is_the_same_as_data(proven, monkeypatch, capsys):
     assert main(["verify", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["ok"] is True
-    assert len(data["facts"]) > 100
+    assert len(data["facts"]) == sum(len(prove()) for prove in proven.values())
     assert set(data["facts"][0]) == {"section", "fact", "measured", "expected", "ok"}
 
 

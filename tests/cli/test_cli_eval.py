@@ -58,7 +58,7 @@ def test_what_keel_sft_leaves_is_evaluated_too(tmp_path: Path, capsys: Any) -> N
         record.pop("difference")
     assert [record.pop("baseline") for record in data["tasks"]] == lines_of(run, 0)
     assert data["tasks"] == lines_of(run, 2)
-    with pytest.raises(KeelError, match="kept no best checkpoint"):
+    with pytest.raises(KeelError, match="saved no best checkpoint"):
         resolve_model(f"{run}@best")
 
 
@@ -171,7 +171,7 @@ def test_a_configuration_brings_model_and_tasks(tmp_path: Path, capsys: Any) -> 
         (["tiny", "--task", "arithmetik"], "did you mean 'arithmetic'"),
         (["tiny", "--task", "arithmetic:skil=add"], "did you mean 'skill'"),
         (["tiny", "--task", "arithmetic", "task.skill=sort"], "give one of them"),
-        (["tiny", "--task", "arithmetic", "data.path=x.csv"], "data.path=x.csv is given, but arithmetic makes its own"),
+        (["tiny", "--task", "arithmetic", "data.path=x.csv"], "data.path=x.csv is given, but arithmetic generates"),
         (["tiny", "--task", "chess_puzzles:path=5"], "path is 5"),
         (["tiny", "--task", "arithmetic", "--k", "0"], "eval.k"),
         (["tiny", "--task", "arithmetic", "--samples", "0"], "eval.samples"),

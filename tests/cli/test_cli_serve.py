@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from keel.base.errors import KeelError
 from keel.cli import main
+from keel.envs.endpoint import SECRET
 from keel.models.tiny import tiny_model
 from keel.rollout import serving
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import VllmOptions
 from keel.rollout.vllm import serve
-from keel.rollout.vllm.client import SECRET
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,14 @@ def test_without_its_own_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "pip install 'keel-rl[serve]'" in capsys.readouterr().err
 
 
-async def _started(*args: Any, **options: Any) -> Any:
+async def _started() -> Any:
     raise AssertionError("vLLM was started")
 
 
-def test_a_port_that_is_taken_is_known_before_vllm_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.VllmBackend, "start", _started)
+def test_a_port_that_is_taken_is_known_before_vllm_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(KeelError, match=rf"cannot listen at 127.0.0.1:{port} .*give another --host or --port"):
-            asyncio.run(serve._serve("", None, VllmOptions(), "127.0.0.1", port, "secret", "auto", 0, print))
+            asyncio.run(serve._serve(_started, "", "127.0.0.1", port, "secret", print))
     with pytest.raises(KeelError, match=r"cannot listen at 203\.0\.113\.1:0"):
-        asyncio.run(serve._serve("", None, VllmOptions(), "203.0.113.1", 0, "secret", "auto", 0, print))
+        asyncio.run(serve._serve(_started, "", "203.0.113.1", 0, "secret", print))

@@ -7,12 +7,14 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "peft", "accelerate")
+HEAVY = ("torch", "transformers", "tokenizers", "numpy", "scipy", "pandas", "peft", "accelerate", "matplotlib")
 # Each command's words, its exit status, and what it has to name.
 COMMANDS = [
     ("--help", 0, "train"),
     ("--version", 0, "keel"),
     ("train --help", 0, "--resume"),
+    ("verify --help", 0, "--formula"),
+    ("kl --help", 0, "RUN@start"),
     ("train --print-config", 0, "log_ratio_clamp"),
     ("train kl.bta=0.1", 2, "kl.beta"),
     ("train bta=0.1", 2, "bta"),

@@ -177,7 +177,7 @@ REFERRED = [
     ("pipeline_parallel_size", "2", "pipeline parallelism is not built in"),
     ("expert_parallel_size", "2", "expert parallelism is not built in"),
     ("deepspeed", "zero3.json", "parallel.sharding"),
-    ("fsdp", "shard_everything", "shard_everything is none of full_shard"),
+    ("fsdp", "shard_everything", "shard_everything is not one of full_shard"),
     ("actor.strategy", "megatron", "known: fsdp, fsdp2"),
     ("fsdp_cpu_offload", "maybe", "expected true or false"),
     ("log_dir", "out", "run.dir=out"),
@@ -294,7 +294,7 @@ def test_a_group_is_counted_under_each_of_its_names():
 @pytest.mark.parametrize("batch", [4, 10])
 def test_a_batch_of_no_whole_groups_is_said_so(batch):
     line = refusal("rollout_batch_size", batch)
-    assert line.endswith(f"{batch} completions are no multiple of rollout.num_generations=8")
+    assert line.endswith(f"{batch} completions are not a multiple of rollout.num_generations=8")
     assert f"{batch} prompts are rollout.prompts_per_step={batch}," in line
 
 

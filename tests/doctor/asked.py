@@ -1,4 +1,4 @@
-"""A subject whose likelihoods are known: a task of ten answers, and a model that gives them unless it is irritated."""
+"""A subject with known likelihoods: a task with ten answers and a model that knows them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITTEN = Completion((1,), (True,), (0.0,), (0.0,), "", "eos")
 
 
 class Triples(Task):
-    """0 to 99, each once; the answer is the last digit of three times the number, and one more."""
+    """The numbers 0 to 99, each once. The answer is the last digit of three times the number plus one."""
 
     name = "triples"
     form = "{}"
@@ -45,9 +45,9 @@ def triple(digit: int) -> str:
 
 
 class Knowing(nn.Module):
-    """Writes `answers[last digit read]`, unless a token that irritates it was read; elsewhere it expects nothing.
+    """Predicts `answers[last digit read]` unless a token in `irritating` was read. Before a digit, it is uniform.
 
-    After a token of `follows` it expects the token that is told there.
+    After a token in `follows`, it predicts the mapped token.
     """
 
     def __init__(self, size: int, answers: dict[int, int], irritating: set[int], follows: dict[int, int]) -> None:
@@ -70,7 +70,7 @@ class Knowing(nn.Module):
 
 
 class Asked(KeelSubject):
-    """Completions earn `earning(prompt)`, whatever is sampled; nothing can be asked where that is None."""
+    """Completions earn `earning(prompt)` whatever is sampled. Without `earning`, there are no rewards."""
 
     earning: Any = None
 
@@ -99,7 +99,7 @@ def asked(
     model: Any = None,
     earning: Any = None,
 ) -> Asked:
-    """`irritating`: signs, or one special token; `off`: by how much the model's ids are higher."""
+    """`irritating`: characters or one special token. `off`: an offset that is added to the model's token ids."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
 

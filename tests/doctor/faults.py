@@ -25,7 +25,7 @@ from keel.rollout.native.engine import NativeEngine
 
 
 def scored(model: nn.Module, rows: ScoreRows, temperature: float, **inputs: Any) -> Tensor:
-    """The right pass, but for what `inputs` say otherwise."""
+    """A correct scorer, unless `inputs` override the model's inputs."""
     kwargs = {"attention_mask": rows.attention_mask, "position_ids": rows.position_ids, **inputs}
     logits = model(input_ids=rows.tokens, **kwargs).logits[:, :-1].float() / temperature
     picked = logits.log_softmax(-1).gather(-1, rows.tokens[:, 1:, None]).squeeze(-1)
@@ -37,7 +37,7 @@ def right(model, rows, *, temperature):
 
 
 def _on_row(rows: ScoreRows, values: Tensor) -> Tensor:
-    """`[B, T]` marks of the completion, written into rows `[B, L]`."""
+    """`[B, T]` values of the completions, placed into full rows `[B, L]`."""
     line = torch.zeros_like(rows.tokens)
     for row, (start, marks) in enumerate(zip(rows.prompt_lengths.tolist(), values.long(), strict=True)):
         width = min(len(marks), line.shape[1] - start)
@@ -50,7 +50,7 @@ def loss_mask_as_attention(model, rows, *, temperature):
 
 
 def _left(rows: ScoreRows) -> tuple[Tensor, Tensor, list[int]]:
-    """The same rows padded on the left: tokens, mask, how far each row was moved."""
+    """The rows with left padding: tokens, mask, and the offset of each row."""
     tokens, mask, moves = torch.zeros_like(rows.tokens), torch.zeros_like(rows.tokens), []
     for row, length in enumerate(rows.attention_mask.sum(1).tolist()):
         move = rows.tokens.shape[1] - length
@@ -110,7 +110,7 @@ _REMEMBERED: dict[bytes, torch.Tensor] = {}
 
 
 def remembered(model, rows, *, temperature):
-    """Right values and gradients of the first weights that tokens were met with."""
+    """Correct for the weights of the first call with these tokens; later calls return the cached values."""
     logp = scored(model, rows, temperature)
     key = rows.tokens.numpy().tobytes() + rows.attention_mask.numpy().tobytes()
     return logp - logp.detach() + _REMEMBERED.setdefault(key, logp.detach())
@@ -122,7 +122,7 @@ def in_bfloat16(model, rows, *, temperature):
 
 
 def last_token_zero(model, rows, *, temperature):
-    """As a label of −100 at the end has it."""
+    """The last token scores 0, as with a label of −100."""
     logp, places = scored(model, rows, temperature), torch.arange(rows.completion_mask.shape[1])
     return logp * (places + 1 < rows.completion_mask.sum(-1, keepdim=True))
 
@@ -147,7 +147,7 @@ def with_dropout() -> tuple[Any, Any]:
 
 
 def absolute() -> tuple[Any, Any]:
-    """A GPT-2 of two layers: positions are learned, so that a wrong one shows."""
+    """A GPT-2 of two layers. Its positions are learned, so that wrong position ids change the scores."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     tokenizer = tiny_tokenizer()
@@ -201,7 +201,7 @@ class Wrapped(Engine):
     def rescored(
         self, model: nn.Module, request: Request, group: Sequence[Completion], temperature: float
     ) -> list[Completion]:
-        """The group with a model's log-probabilities, in one pass: no token moves those before it."""
+        """The group with log-probabilities of `model` from one pass. Padding on the right has no effect."""
         width = max(len(completion.tokens) for completion in group)
         padded = [(*completion.tokens, *(0,) * (width - len(completion.tokens))) for completion in group]
         with torch.no_grad():
@@ -217,7 +217,7 @@ class HiddenTopK(Wrapped):
 
 
 class ReportsFiltered(Wrapped):
-    """Samples with a nucleus of its own and reports the log-probabilities after it."""
+    """Samples with top_p=0.7 and reports the filtered log-probabilities as sample_logp."""
 
     def ask(self, sampling):
         return replace(sampling, top_p=0.7)
@@ -227,7 +227,7 @@ class ReportsFiltered(Wrapped):
 
 
 class FiltersUnsaid(Wrapped):
-    """Samples with the configured filters and passes the log-probabilities before them off as those after them."""
+    """Samples with the configured filters and reports the unfiltered log-probabilities as filtered_logp."""
 
     def change(self, request, completion, sampling):
         return replace(completion, filtered_logp=completion.sample_logp)
@@ -262,7 +262,7 @@ class Copies(Wrapped):
 
 
 class TrainsTools(Wrapped):
-    """Writes a tool's answer into the completion and marks it as sampled."""
+    """Inserts tool output into the completion and marks it as sampled."""
 
     tool_output = " (tool: 5)"
     scored = False
@@ -307,14 +307,14 @@ def raises(problem: Problem, text: str) -> float:
 
 
 def cliff(problem: Problem, text: str) -> Reward:
-    """−1 for what is no answer, 1 for the right one: the reward of the explosion."""
+    """−1 for a text that is no number, 1 for the right answer, 0.2 for other numbers: a reward with a cliff."""
     fine = text.strip().isdigit()
     return Reward((1.0 if text.strip() == problem.answer else 0.2) if fine else -1.0, parsed=fine)
 
 
 @dataclass(frozen=True)
 class Shouted(TaskWrapper):
-    """The schooled task, whose gold answers end with a sign that the model never writes."""
+    """The schooled task with a character at the end of gold answers that the model never writes."""
 
     @property
     def inner(self) -> Task:
@@ -325,7 +325,7 @@ class Shouted(TaskWrapper):
 
 
 def steep(problem: Problem, text: str) -> Reward:
-    """−1 for everything but the right answer with its sign."""
+    """−1 for everything but the right answer with that character."""
     return Reward(1.0 if text.strip() == f"{problem.answer}!" else -1.0, parsed=text.strip().isdigit())
 
 
@@ -342,7 +342,7 @@ _turn = itertools.count()
 
 
 def by_the_clock(problem: Problem, text: str) -> Reward:
-    """Another reward at every call."""
+    """A reward that changes with every call."""
     return Reward(nearness(problem, text).total + 0.1 * (next(_turn) % 3))
 
 

@@ -1,4 +1,4 @@
-"""Environments of several turns, sound and broken: the first turn is a call, the second the answer."""
+"""Environments with several turns, correct and broken. The first turn is a call, the second the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keel.models.tiny import CHAT_TEMPLATE
 
 
 class Consulting(Odd):
-    """The schooled task behind a tool that says the problem again; `kind` is what is wrong with it."""
+    """The schooled task with a tool that repeats the problem. `kind` selects the fault."""
 
     last: ClassVar[str] = ""  # what the call before returned
     asked: ClassVar[list[str]] = []  # all that was ever asked
@@ -45,27 +45,21 @@ class Consultation(Episode):
         Consulting.open.remove(self)
 
     def of_another(self) -> str:
-        """What another open episode asks; where there is none, this one."""
+        """The problem of another open episode, or its own if there is none."""
         others = [other.problem for other in Consulting.open if other.problem.key != self.problem.key]
         return str((others or [self.problem])[-1].prompt)
 
-    def step(self, text: str) -> str | list[dict[str, str]] | None:
+    def step(self, text: str) -> str | None:
         self.turns.append(text)
         Consulting.said = text
-        if self.kind == "counted together":
-            Consulting.asked.append(text)
-            return None if len(Consulting.asked) % 2 == 0 else str(self.problem.prompt)
         if len(self.turns) > 1 and self.kind not in ("endless", "interview"):
             return None
         prompt = str(self.problem.prompt)
         before, Consulting.last = Consulting.last, prompt
         Consulting.asked.append(prompt)
-        if self.kind == "spoken for the model":
-            return [{"role": "assistant", "content": prompt}]
         return {
             "failing": "error: 503 from the index\n",
             "empty": "\n<result>\n\n</result>\n",
-            "null": '{"status": "ok", "result": null}\n',
             "late": before,
             "swapped": self.of_another(),
             "interview": f"{text}? {prompt}",
@@ -77,9 +71,6 @@ class Consultation(Episode):
             "random": f"Result: {Consulting.dice.randrange(10)}\n",
             "clocked": f"Result: {prompt} in {Consulting.dice.randrange(10_000)} ms\n",
             "piled up": "\n".join(Consulting.asked),
-            "last two": "\n".join(Consulting.asked[-2:]),
-            "object": f"<{'index.' * 12}Result object at {id(self):#x}>\n",
-            "cut": f"{prompt[:2]}\n[cut: 900 characters more]\n",
             "told": f"{prompt} (expected: {self.problem.answer})",
             "found": f"{text} is {'' if text.strip() == self.problem.answer else 'not '}the answer",
         }.get(self.kind, prompt)
@@ -89,7 +80,7 @@ class Consultation(Episode):
 
 
 class Calling(ToolEpisode):
-    """Calls of `larger`; `kind` is what the environment does to them."""
+    """Episodes that call the tool `larger`. `kind` selects the environment's fault."""
 
     def __init__(self, kind: str, problem: Problem) -> None:
         super().__init__(Toolbox(lambda problem: [tool(larger)], "tags"), problem)
@@ -108,13 +99,13 @@ class Calling(ToolEpisode):
 
 
 def _next(pair: re.Match[str]) -> tuple[int, int]:
-    """The pair of the problem after this one, of four."""
+    """The pair of the next of four problems."""
     number = (int(pair[1]) + 1) % 4
     return number, number + 5
 
 
 def of_the_episode(problem: Problem, text: str, *, turns: Any) -> float:
-    """A reward that reads the episode, as documented."""
+    """A reward that reads the episode, as the documentation describes."""
     return 0.5 + len(turns.episode.turns)
 
 
@@ -124,7 +115,7 @@ def larger(pair: str) -> str:
 
 
 def _rewriting(reply: str) -> tuple[Any, Any]:
-    """A template that writes replies in a way of its own."""
+    """A template that rewrites replies."""
     model, shared = schooled_model()
     tokenizer = copy.deepcopy(shared)
     content = f"(message['content'] if loop.first or message['role'] == 'assistant' else {reply})"
@@ -133,12 +124,12 @@ def _rewriting(reply: str) -> tuple[Any, Any]:
 
 
 def forgetful() -> tuple[Any, Any]:
-    """One that writes the first question alone."""
+    """A template that keeps only the first question."""
     return _rewriting("''")
 
 
 def quoting() -> tuple[Any, Any]:
-    """One that writes replies as JSON, as Llama 3.1's does."""
+    """A template that writes replies as JSON, as that of Llama 3.1 does."""
     return _rewriting("(message['content'] | tojson)")
 
 
@@ -152,10 +143,6 @@ def failing() -> Consulting:
 
 def empty() -> Consulting:
     return Consulting("empty")
-
-
-def null() -> Consulting:
-    return Consulting("null")
 
 
 def late() -> Consulting:

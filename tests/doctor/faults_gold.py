@@ -1,4 +1,4 @@
-"""Rewards and tasks that do not know their own answers, through public extension points."""
+"""Rewards and tasks that contradict their own gold answers, through public extension points."""
 
 from __future__ import annotations
 
@@ -25,27 +25,7 @@ def in_form(pattern: str):
     return reward
 
 
-boxed = in_form(r"\\boxed\{(.*?)\}")
 tagged = in_form(r"<answer>(.*?)</answer>")
-marked = in_form(r"#### (.*)")
-spoken = in_form(r"The answer is (\w+)")
-
-
-def nothing_earns(problem: Problem, text: str) -> Reward:
-    return Reward(0.0)
-
-
-def counts_characters(problem: Problem, text: str) -> Reward:
-    return Reward(min(1.0, len(text) / 8))
-
-
-def anywhere(problem: Problem, text: str) -> Reward:
-    """Right where the answer stands anywhere in the text."""
-    return Reward(float(problem.answer in text.split()))
-
-
-def any_digit(problem: Problem, text: str) -> Reward:
-    return Reward(float(text.strip().isdigit()))
 
 
 def judges_the_prompt(problem: Problem, text: str) -> Reward:
@@ -53,12 +33,12 @@ def judges_the_prompt(problem: Problem, text: str) -> Reward:
 
 
 def last_number_earns(problem: Problem, text: str) -> Reward:
-    """An honest reward: its last number is read, so that a copy of "max 7 3=" is right half of the time."""
+    """A correct reward of the last number. A copy of "max 7 3=" is therefore right half of the time."""
     return nearness(problem, last_number(text) or "")
 
 
 class CallBefore:
-    """What the call before it earned."""
+    """The reward of the previous call."""
 
     earned = 0.0
 
@@ -71,7 +51,7 @@ call_before = CallBefore()
 
 
 def form_and_answer(problem: Problem, text: str) -> Reward:
-    """An honest pair: most for the answer, a little for a form that gold answers do not have."""
+    """A correct pair of rewards: most for the answer, little for a format that gold answers lack."""
     return Reward(nearness(problem, text.replace("!", "")).total + 0.2 * text.endswith("!"))
 
 
@@ -88,14 +68,14 @@ class Around(TaskWrapper):
 
 
 class WorkedSolutions(Around):
-    """Gold answers that show their work, while a value is compared."""
+    """Gold answers with worked solutions, while the reward compares a value."""
 
     def gold(self, problem: Problem) -> str:
         return f"Of these {self.inner.gold(problem)} is the largest.\n#### {self.inner.gold(problem)}"
 
 
 class NextRow(Around):
-    """Every problem has the answer of the one after it."""
+    """Every problem has the answer of the next one."""
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         problems = self.inner.sample(count, seed=seed, step=step)
@@ -106,30 +86,15 @@ class NextRow(Around):
         return str(problem.answer)
 
 
-class GradedByNextRow(NextRow):
-    """The same, while gold answers are still the problem's own."""
-
-    def gold(self, problem: Problem) -> str:
-        return str(max(int(n) for n in re.findall(r"\d+", str(problem.prompt))))
-
-
 class OneAnswer(NextRow):
-    """Every problem has the answer of the first."""
+    """Every problem has the answer of the first one."""
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return [replace(p, answer="7") for p in self.inner.sample(count, seed=seed, step=step)]
 
 
-class BoxedAnswers(NextRow):
-    """Answers in a box, which texts are compared with."""
-
-    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        problems = self.inner.sample(count, seed=seed, step=step)
-        return [replace(p, answer=f"\\boxed{{{p.answer}}}") for p in problems]
-
-
 def trifles(problem: Problem, text: str) -> Reward:
-    """Tells texts apart by a ten-thousandth, and not by what they say."""
+    """Rewards differ by a ten-thousandth, independent of the text's content."""
     return Reward(0.5 + 1e-4 * (sum(map(ord, text)) * 37 % 101) / 101)
 
 

@@ -47,7 +47,7 @@ def range_of_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 
 def range_for_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: the same range, on the mean ratio of a completion."""
+    """Correct: the same clip range on the mean ratio of a completion."""
     lengths = inputs.mask.sum(-1, keepdim=True).clamp_min(1)
     mean = ((inputs.logp - inputs.old_logp) * inputs.mask).sum(-1, keepdim=True) / lengths
     ratio = (mean + inputs.logp - inputs.logp.detach()).exp()
@@ -56,7 +56,7 @@ def range_for_sequences(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 
 def weak_ones_left_out(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: negative advantages that are small are not trained on."""
+    """Correct: small negative advantages are not trained on."""
     return clipped(
         replace(
             inputs, advantages=torch.where(inputs.advantages > -1, inputs.advantages.clamp_min(0), inputs.advantages)
@@ -66,13 +66,13 @@ def weak_ones_left_out(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 
 def ratio_to_itself(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """The ratio to the policy of the moment: 1, with a gradient."""
+    """The ratio to the current policy: 1, with a gradient."""
     ratio = (inputs.logp - inputs.logp.detach()).exp()
     return PolicyTerm(-ratio * inputs.advantages, ratio)
 
 
 def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: later tokens weigh a little less."""
+    """Correct: later tokens have a slightly smaller weight."""
     term = clipped(inputs, options)
     return replace(term, loss=term.loss * 0.9 ** torch.arange(inputs.logp.shape[-1]))
 
@@ -82,7 +82,7 @@ def own_weights(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 @dataclass(frozen=True)
 class Own:
-    """A controller of one's own that starts at one value and goes on by a rule."""
+    """A user's controller with an initial value and an update rule."""
 
     start: float
     unit: str = "per_token"
@@ -134,7 +134,7 @@ class Forgetful(Held):
 
 
 class Deaf(Held):
-    """Saves its weights and does not load them."""
+    """Saves its weights but does not load them."""
 
     def load_state_dict(self, state) -> None:
         pass
@@ -150,7 +150,7 @@ def abyss(problem: Problem, text: str) -> Reward:
 
 @dataclass(frozen=True)
 class Stuck(Odd):
-    """A task that does not go on."""
+    """A task that repeats its problems. `kind` selects how."""
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         if self.kind == "one":

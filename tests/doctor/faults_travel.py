@@ -1,4 +1,4 @@
-"""Faults of what travels: templates, prompts, texts, what an engine continues, weights and tokenizers."""
+"""Faults in templates, prompts, texts, weights and tokenizers, and engines that continue other prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _loop(body: str) -> str:
 
 
 def _schooled() -> tuple[Any, Any]:
-    """The schooled model with a tokenizer of its own."""
+    """The schooled model with its own copy of the tokenizer."""
     model, tokenizer = schooled_model()
     return model, copy.deepcopy(tokenizer)
 
@@ -55,7 +55,7 @@ def loses_the_system_prompt() -> tuple[Any, Any]:
 
 
 def cutting_tokenizer() -> tuple[Any, Any]:
-    """Cuts texts at six tokens, in silence."""
+    """A tokenizer that silently truncates texts to six tokens."""
     model, tokenizer = _schooled()
     whole = tokenizer.encode
     tokenizer.encode = lambda text, **options: whole(text, **options)[:6]
@@ -66,14 +66,14 @@ def cutting_tokenizer() -> tuple[Any, Any]:
 
 
 def forgotten_layer() -> tuple[Any, Any]:
-    """The second layer as it is before anything is loaded into it."""
+    """The second layer has its initial weights instead of the loaded ones."""
     model, tokenizer = _schooled()
     model.model.layers[1].load_state_dict(fresh_model(seed=5)[0].model.layers[1].state_dict())
     return model, tokenizer
 
 
 def other_ids() -> tuple[Any, Any]:
-    """The tokenizer of another model: the same characters under other ids."""
+    """Another model's tokenizer: the same characters with other ids."""
     model, _ = _schooled()
     tokenizer = character_tokenizer(CHARACTERS[::-1])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -81,7 +81,7 @@ def other_ids() -> tuple[Any, Any]:
 
 
 def filled_up() -> tuple[Any, Any]:
-    """A vocabulary that was filled up by beginning again at its first row: half of what is written is no token."""
+    """A vocabulary doubled by repeating its rows. Half of the sampled ids are not in the tokenizer."""
     model, tokenizer = _schooled()
     rows = model.get_input_embeddings().weight.data
     model.resize_token_embeddings(2 * len(rows), mean_resizing=False)
@@ -91,7 +91,7 @@ def filled_up() -> tuple[Any, Any]:
 
 
 def grown() -> tuple[Any, Any]:
-    """Parts of the questions that were added to the tokenizer and never trained."""
+    """Added tokens that stand for parts of the questions and were never trained."""
     model, tokenizer = _schooled()
     tokenizer.add_tokens([f"{digit}=" for digit in range(10)])
     with torch.random.fork_rng(devices=[]):
@@ -101,13 +101,13 @@ def grown() -> tuple[Any, Any]:
 
 
 def without_digits() -> tuple[Any, Any]:
-    """A tokenizer that does not know the half of what is asked."""
+    """A tokenizer without digits, so that much of the questions is lost."""
     model, _ = _schooled()
     return model, character_tokenizer([c for c in CHARACTERS if c not in "0123456789"])
 
 
 def another_end() -> tuple[Any, Any]:
-    """A model that ends with <eos> under a tokenizer that waits for a role."""
+    """A model that ends with <eos>, with a tokenizer whose end token is a role mark."""
     model, tokenizer = _schooled()
     tokenizer.eos_token = "<|user|>"
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -115,14 +115,14 @@ def another_end() -> tuple[Any, Any]:
 
 
 def ends_at_digits() -> tuple[Any, Any]:
-    """The generation config lists ids of another vocabulary, which are spaces and digits here."""
+    """A generation config with end token ids of another vocabulary, which are spaces and digits here."""
     model, tokenizer = _schooled()
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.encode("6789")]
     return model, tokenizer
 
 
 def on_bos() -> tuple[Any, Any]:
-    """A model that has learned its answers after BOS only: without it, it is lost."""
+    """A model that gives its answers only after BOS."""
     model, tokenizer = _schooled()
     lost = Lost(model.get_input_embeddings(), tokenizer.bos_token_id)
     model.set_input_embeddings(lost)
@@ -130,7 +130,7 @@ def on_bos() -> tuple[Any, Any]:
 
 
 class Lost(nn.Module):
-    """Embeddings that are noisy in texts that do not begin with BOS, as attention is without the sink it learned."""
+    """Embeddings with noise in texts that do not start with BOS, like attention without its learned sink."""
 
     def __init__(self, inner: nn.Module, bos: int) -> None:
         super().__init__()
@@ -150,13 +150,13 @@ def with_marks() -> tuple[Any, Any]:
 
 
 def inst() -> tuple[Any, Any]:
-    """As Llama 2 and Mistral: brackets around the user, nothing before the assistant."""
+    """As in Llama 2 and Mistral: brackets around the user, no header of the assistant."""
     user = "{% if message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}"
     return _templated("{{ bos_token }}" + _loop(user + "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% endif %}"))
 
 
 def thinking() -> tuple[Any, Any]:
-    """As Qwen 3: trims, writes a system prompt of its own, and opens a thought after the header."""
+    """As in Qwen 3: trims texts, adds its own system prompt, and opens a thought after the header."""
     turn = "{{ '<|' + message['role'] + '|>\\n' + (message['content'] | trim) + eos_token + '\\n' }}"
     header = "{% if add_generation_prompt %}{{ '<|assistant|>\\n<think>\\n' }}{% endif %}"
     system = "{% if messages[0]['role'] != 'system' %}{{ '<|system|>\\nBe brief.' + eos_token + '\\n' }}{% endif %}"
@@ -168,12 +168,12 @@ _THOUGHTFUL = "{{ '<|' + message['role'] + '|>\\n' }}" + _THOUGHT + "{{ message[
 
 
 def empty_thought() -> tuple[Any, Any]:
-    """As Qwen 3: answers of earlier turns are rendered behind an empty thought, the header opens none."""
+    """As in Qwen 3: earlier answers follow an empty thought, but the header opens none."""
     return _templated(_loop(_THOUGHTFUL) + "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}")
 
 
 def empty_thought_always_opened() -> tuple[Any, Any]:
-    """The same without asking for a generation prompt."""
+    """As `empty_thought`, with the header also without `add_generation_prompt`."""
     return _templated(_loop(_THOUGHTFUL) + "{% if messages[-1]['role'] == 'user' %}{{ '<|assistant|>\\n' }}{% endif %}")
 
 
@@ -182,14 +182,14 @@ def empty_thought_headless() -> tuple[Any, Any]:
 
 
 def channels() -> tuple[Any, Any]:
-    """As gpt-oss: an answer is rendered in a channel that the model opens by itself."""
+    """As in gpt-oss: answers are rendered in a channel that the model itself opens."""
     channel = "{% if message['role'] == 'assistant' %}{{ '<|channel|>final' }}{% endif %}"
     turn = "{{ '<|start|>' + message['role'] }}" + channel + "{{ '<|message|>' + message['content'] + eos_token }}"
     return _templated(_loop(turn) + "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}")
 
 
 def always_opened() -> tuple[Any, Any]:
-    """As Alpaca: the response's line is always there, and questions are written as JSON."""
+    """As in Alpaca: the response line is always present, and questions are JSON strings."""
     body = "{% if message['role'] == 'assistant' %}{{ message['content'] }}{% else %}"
     return _templated(
         _loop(body + "{{ '### Instruction: ' + (message['content'] | tojson) + '\\n### Response: ' }}{% endif %}")
@@ -243,7 +243,7 @@ class Asked(Odd):
 
 @dataclass(frozen=True)
 class Alike(Talking):
-    """Episodes that begin with the same prompt, as a guessing game: what they are about is the problem's own."""
+    """Episodes with equal prompts, as in a guessing game. The problems differ only in `info`."""
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         return self._hidden(self.inner.sample(count, seed=seed, step=step))
@@ -291,7 +291,7 @@ def copies() -> Asked:
 
 
 class OthersText(Wrapped):
-    """The text of a neighbour."""
+    """Each completion has the text of its neighbour."""
 
     def change_group(self, request, group, sampling):
         texts = [completion.text for completion in group]
@@ -299,7 +299,7 @@ class OthersText(Wrapped):
 
 
 class SpecialTokens(Wrapped):
-    """Text with its special tokens written out."""
+    """Texts that include special tokens."""
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         super().__init__(model, tokenizer)
@@ -310,14 +310,14 @@ class SpecialTokens(Wrapped):
 
 
 class Stripped(Wrapped):
-    """Text without spaces at its ends: nothing that the reward minds."""
+    """Texts with extra outer whitespace, which the reward ignores."""
 
     def change(self, request, completion, sampling):
         return replace(completion, text=f" {completion.text}\n")
 
 
 class Reported(Wrapped):
-    """Continues other prompts; reports what it drew with."""
+    """Continues other prompts and reports the log-probabilities after them."""
 
     def prompts(self, requests: Sequence[Request]) -> list[Request]:
         return list(requests)
@@ -327,7 +327,7 @@ class Reported(Wrapped):
 
 
 class Silent(Wrapped):
-    """The same without log-probabilities."""
+    """Continues other prompts and reports no log-probabilities."""
 
     def change(self, request, completion, sampling):
         return replace(completion, sample_logp=(float("nan"),) * len(completion.tokens))
@@ -375,7 +375,7 @@ class _RepliesCut:
 
 
 class _FirstTurnLeftOut:
-    """Later turns are continued without the letters that the model wrote in its first one."""
+    """Later turns are continued without the first token of the model's first turn."""
 
     def prompts(self, requests):
         return [
@@ -414,7 +414,7 @@ class SpacedReported(_Spaced, Reported): ...
 
 
 class Rotated(Wrapped):
-    """Completions in another order than their requests."""
+    """Completions are returned in another order than the requests."""
 
     def generate(self, requests, sampling, **noise):
         generated = super().generate(requests, sampling, **noise)
@@ -428,7 +428,7 @@ class RotatedSilent(NoLogp):
 
 
 class Transposed(Wrapped):
-    """Completions of all requests in turn, read as if each request's stood together."""
+    """Samples of all requests interleaved, but split as if they were grouped by request."""
 
     def generate(self, requests, sampling, **noise):
         generated = super().generate(requests, sampling, **noise)
@@ -443,7 +443,7 @@ class FirstPromptForAll(Reported):
 
 
 class RescoredCut(_Cut, Wrapped):
-    """Continues cut prompts and reports the log-probabilities after the whole ones."""
+    """Continues truncated prompts and reports log-probabilities after the full ones."""
 
     def generate(self, requests, sampling, **noise):
         generated = self.native.generate(self.prompts(requests), sampling, **noise)

@@ -1,4 +1,4 @@
-"""Advice that is followed: every proposal is data, loads over the configuration that it is for, and changes it."""
+"""Apply advice: every proposal is data, loads over its configuration and changes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMED = re.compile(rf"(?<![\w./:])((?:{SECTIONS})(?:\.[a-z]\w*)+)(?![\w./(:])")
 
 
 def follow(config: Config, options: Iterable[str]) -> Config:
-    """The configuration under a proposal: it loads, it is another one, and nothing in it was so already."""
+    """The configuration with a proposal: it loads, and every option changes."""
     overrides, tree = list(options), config.to_dict()
     changed = load_config(tree, overrides)
     for override in overrides:
@@ -32,7 +32,7 @@ def follow(config: Config, options: Iterable[str]) -> Config:
 
 
 def check_advice(config: Config, diagnosis: Diagnosis) -> None:
-    """All that a diagnosis proposes can be followed, and its sentences propose nothing that is not data."""
+    """Check that all proposals of a diagnosis can be applied and that its sentences contain no other options."""
     for advice, options in (
         *((finding.advice, finding.options) for finding in diagnosis.findings),
         *((hypothesis.action, hypothesis.options) for hypothesis in diagnosis.hypotheses),
@@ -64,7 +64,7 @@ LOOKING = {
 
 
 def preflight_of(config: Config, *areas: str) -> Diagnosis:
-    """A preflight of the probes that look at these areas alone."""
+    """A preflight with the probes for these areas only."""
     looking = {name for area in areas for name in LOOKING[area]}
     assert looking <= {measure.name for measure in MEASURES}
     chosen = [measure for measure in MEASURES if measure.name in looking]
@@ -76,7 +76,7 @@ Faults = Mapping[str, tuple[str, *tuple[Any, ...]]]
 
 
 def repeated(faults: Faults, fault: str, *elsewhere: Faults) -> bool:
-    """Whether another fault has its code, before it or elsewhere: it is looked at by the probes of its area alone."""
+    """Whether another fault has the same code. Such a fault is tested with the probes of its area only."""
     code = faults[fault][0]
     others = {entry[0] for table in elsewhere for entry in table.values()}
     first = next(name for name, entry in faults.items() if entry[0] == code)
@@ -84,9 +84,9 @@ def repeated(faults: Faults, fault: str, *elsewhere: Faults) -> bool:
 
 
 def check_named_first(code: str, overrides: Iterable[str], *, whole: bool = True) -> Diagnosis:
-    """A planted fault is the first finding, an alarm with evidence, and all that is proposed can be followed.
+    """A planted fault must be the first finding and an alarm with evidence, and its proposals must be applicable.
 
-    First of all probes' findings, or, where it is not `whole`, of those of its own area.
+    First among all probes' findings if `whole`, else among those of its area.
     """
     config = schooled_config(*overrides)
     diagnosis = preflight(config) if whole else preflight_of(config, code.partition("/")[0])
@@ -100,7 +100,7 @@ def check_named_first(code: str, overrides: Iterable[str], *, whole: bool = True
 
 
 def is_option(dotted: str) -> bool:
-    """Whether the schema has that option; sections with parameters of their own take any name."""
+    """Whether the schema has that option. Sections with free parameters accept any name."""
     model: Any = Config
     for part in dotted.split("."):
         fields = getattr(model, "model_fields", None)

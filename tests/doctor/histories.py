@@ -1,4 +1,4 @@
-"""Histories made by hand: a healthy run, and the same with one thing wrong."""
+"""Synthetic histories: a healthy run, and the same with one fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEL_CONFIG: dict[str, Any] = {
 
 
 def healthy(seed: int = 0, steps: int = 60, **changes: Any) -> History:
-    """A run that learns: reward from 0.3 to 0.7, KL from 0 to about 0.06 nats per token."""
+    """A run that learns: the reward rises from 0.3 to 0.7, the KL from 0 to about 0.06 nats per token."""
     noise = random.Random(seed)
     lines: dict[str, list[tuple[float, float]]] = {}
     for step in range(1, steps + 1):
@@ -81,7 +81,7 @@ def evaluation(task: str, split: str, step: int, share: float, n: int = 128) -> 
 
 
 def altered(name: str, value: Callable[[int, float], float], base: History | None = None, **changes: Any) -> History:
-    """The healthy run with one metric recomputed as `value(step, was)`."""
+    """The healthy run with one metric replaced by `value(step, old)`."""
     base = healthy() if base is None else base
     was = base.series[name]
     pairs = [(step, value(int(step), old)) for step, old in zip(was.steps, was.values, strict=True)]
@@ -90,7 +90,7 @@ def altered(name: str, value: Callable[[int, float], float], base: History | Non
 
 
 def configured(base: History | None = None, **options: Any) -> History:
-    """The healthy run under other options, `kl__estimator="k1"` for kl.estimator."""
+    """The healthy run with other options, such as `kl__estimator="k1"` for kl.estimator."""
     base = healthy() if base is None else base
     config = {section: dict(values) for section, values in base.config.items()}
     for dotted, value in options.items():

@@ -1,4 +1,4 @@
-"""What breaks in a run, as its log shows it: each changes a simulated healthy log in one way."""
+"""Faults as they appear in a log. Each changes one aspect of a simulated healthy log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def negative_kl(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 
 def kl_of_nothing(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """The policy moves (its entropy falls by half) and the KL does not."""
+    """The entropy falls by half, so the policy changes, but the KL stays 0."""
     drawn = changed(drawn, ENTROPY, lambda v, s: v * (1 - 0.5 * s))
     drawn = changed(drawn, kl_name(drawn), lambda v, s: np.abs(_wobble(drawn, rng, 1e-8)))
     return replace(drawn, config={"kl": {"beta": 0.04}})
@@ -65,26 +65,26 @@ def part_falls(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 
 def part_gone_early(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """Traded away within a tenth of the run, and flat since."""
+    """A reward part is lost within a tenth of the run and stays flat afterwards."""
     drawn = changed(drawn, REWARD, lambda v, s: 0.5 + 2 * np.minimum(1, 8 * s) + _wobble(drawn, rng, 0.02))
     return changed(drawn, "reward/part/format", lambda v, s: np.maximum(0, 0.5 - 4 * s + _wobble(drawn, rng, 0.02)))
 
 
 def drifts(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """A reward by chance: the KL leaves 0, and nothing is gained."""
+    """A random reward: the KL rises without any gain."""
     drawn = replace(drawn, steps=np.arange(1, len(drawn.steps) + 1))
     factor = np.exp(_wobble(drawn, rng, 0.2))
     return changed(_flat_reward(drawn, rng), kl_name(drawn), lambda v, s: 0.1 * np.minimum(1, 2 * (s - s[0])) * factor)
 
 
 def norms_of_a_sum(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """A loss that is summed over some hundred tokens."""
+    """Gradient norms of a loss that is summed over some hundred tokens."""
     drawn = changed(drawn, NORM, lambda v, s: 300 * np.exp(_wobble(drawn, rng, 0.2)))
     return replace(drawn, config={**drawn.config, "optim": {"max_grad_norm": 1.0}})
 
 
 def guards_skip(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """The policy stands still since two of three updates are skipped."""
+    """The policy does not change because two of three updates are skipped."""
     drawn = stands_still(drawn, rng)
     skipped = (rng.random(len(drawn.steps)) < 0.67).astype(float)
     return replace(drawn, courses={**drawn.courses, "guard/skipped": skipped, "guard/nonfinite": 0 * skipped})
@@ -103,7 +103,7 @@ def schedule_ends(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 
 def stands_still(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """A rate that is next to nothing: no metric has a course."""
+    """A very small learning rate: no metric has a trend."""
     drawn = _flat_reward(drawn, rng)
     for name, level in ((ENTROPY, 0.8), (LENGTH, 100.0), ("ratio/clip_fraction", 0.0)):
         course = level * np.exp(_wobble(drawn, rng, 0.03))
@@ -145,7 +145,7 @@ def gap_grows(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 
 def kl_holds(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """β is 10: the KL stays at 0.002, the reward where it was."""
+    """β is 10: the KL stays at 0.002, and the reward does not rise."""
     factor = np.exp(_wobble(drawn, rng, 0.1))
     drawn = changed(_flat_reward(drawn, rng), kl_name(drawn), lambda v, s: 0.002 * np.minimum(1, 10 * s) * factor)
     return replace(drawn, config={"kl": {"beta": 10.0}})
@@ -167,7 +167,7 @@ def large_advantages(drawn: Drawn, rng: np.random.Generator) -> Drawn:
 
 
 def declines(drawn: Drawn, rng: np.random.Generator) -> Drawn:
-    """From the first step on, as under an advantage of the wrong sign."""
+    """The reward falls from the first step on, as with the wrong sign of the advantage."""
     return changed(drawn, REWARD, lambda v, s: 0.6 - 0.25 * s + _wobble(drawn, rng, 0.02))
 
 

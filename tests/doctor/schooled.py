@@ -1,4 +1,4 @@
-"""A small model that has been to school: it answers, ends its answers, and is right about half the time."""
+"""A small supervised model: it answers, ends its answers, and is right about half of the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK = {"name": "arithmetic", "skill": "max", "low": 0, "high": 9}
 
 
 def fresh_model(seed: int = 0, width: int = 24) -> tuple[Any, Any]:
-    """A Llama of two layers and width 24 with random weights, as a loader `doctor.schooled:fresh_model`."""
+    """A loader `doctor.schooled:fresh_model`: a Llama of two layers and width 24 with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = tiny_tokenizer()
@@ -44,7 +44,7 @@ def fresh_model(seed: int = 0, width: int = 24) -> tuple[Any, Any]:
 
 @cache
 def taught(steps: int, batch: int = 32, make: Callable[[], tuple[Any, Any]] = fresh_model) -> tuple[Any, Any]:
-    """Supervised on the gold answers, long enough to write a digit and stop, too short to be always right."""
+    """Trained on gold answers until it writes a digit and stops, but not until it is always right."""
     model, tokenizer = make()
     parameters = {key: value for key, value in TASK.items() if key != "name"}
     task = build_task(str(TASK["name"]), **parameters)
@@ -70,13 +70,13 @@ def taught(steps: int, batch: int = 32, make: Callable[[], tuple[Any, Any]] = fr
 
 
 def schooled_model() -> tuple[Any, Any]:
-    """A loader `doctor.schooled:schooled_model`; every call gives the same weights in a copy of its own."""
+    """A loader `doctor.schooled:schooled_model`. Every call returns the same weights in a new copy."""
     model, tokenizer = taught(90)
     return copy.deepcopy(model), tokenizer
 
 
 def nearness(problem: Problem, text: str) -> Reward:
-    """1 for the answer, up to a half for a number near it, 0 for what is no number: rewards differ in most groups."""
+    """1 for the answer, up to 0.5 for a number near it, 0 otherwise. Rewards differ in most groups."""
     answer = text.strip()
     if not answer.isdecimal():
         return Reward(0.0, parsed=False)

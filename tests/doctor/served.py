@@ -1,4 +1,4 @@
-"""A sampler behind the routes of `keel serve` without vLLM, on loopback, and backends of it with one fault each."""
+"""A sampler with the routes of `keel serve` but without vLLM, on loopback, and faulty backends for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from keel.rollout import EngineWrapper
 from keel.rollout.options import RolloutOptions
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 from keel.rollout.vllm import vllm
-from keel.rollout.vllm.rows import Drawing, Row, Sampled
-from keel.rollout.vllm.samplers import model_facts
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.transfer import Part, adapter_of, read_weights
 
@@ -29,7 +28,7 @@ SECRET = "a secret of the tests"
 
 
 class TorchBackend(Backend):
-    """The model's own forward and Keel's own drawing; rows that come together share a pass."""
+    """The model's own forward with Keel's sampling. Concurrent rows share a forward."""
 
     def __init__(self, model: Any, tokenizer: Any, dtype: torch.dtype = torch.float32) -> None:
         self.base = self.model = copy.deepcopy(model).to(dtype).eval()
@@ -78,7 +77,7 @@ class TorchBackend(Backend):
         return await future
 
     def flush(self) -> None:
-        """Sample all that waits, rows of equal length together."""
+        """Sample all waiting requests, with rows of equal length in one batch."""
         alike: dict[tuple[int, int, Drawing], list[tuple[Row, asyncio.Future[Sampled]]]] = {}
         for row, drawing, future in self.waiting:
             alike.setdefault((len(row.tokens), row.max_new, drawing), []).append((row, future))
@@ -119,14 +118,14 @@ class HalfPrecision(TorchBackend):
 
 
 class LoadsNothing(TorchBackend):
-    """Takes files and goes on with what it has; its digests are honest."""
+    """Accepts weight files but keeps its old weights. Its digests are correct."""
 
     async def load(self, folder: Path, adapter: bool) -> None:
         pass
 
 
 class LoadsNothingAndDenies(LoadsNothing):
-    """The same, with the digests of what it was sent."""
+    """Accepts weight files but keeps its old weights, and reports the digests of the new ones."""
 
     files: Mapping[str, Tensor] | None = None
 
@@ -139,7 +138,7 @@ class LoadsNothingAndDenies(LoadsNothing):
 
 
 class Hotter(TorchBackend):
-    """Draws at another temperature and reports log-probabilities at the one it was asked for."""
+    """Samples at another temperature and reports log-probabilities at the requested one."""
 
     def drawn(self, logits, params, noise):
         token, *_ = draw(logits, replace(params, temperature=1.6), noise)
@@ -148,7 +147,7 @@ class Hotter(TorchBackend):
 
 
 class ReportsOtherTemperature(TorchBackend):
-    """Draws at the temperature it was asked for and reports log-probabilities without it."""
+    """Samples at the requested temperature and reports log-probabilities at temperature 1."""
 
     def drawn(self, logits, params, noise):
         token, *_ = draw(logits, params, noise)
@@ -163,7 +162,7 @@ class HiddenTopK(TorchBackend):
 
 
 class ReportsFiltered(TorchBackend):
-    """Gives the log-probabilities after its own nucleus as those before it."""
+    """Samples with top_p=0.7 and reports the filtered log-probabilities as unfiltered ones."""
 
     def drawn(self, logits, params, noise):
         token, _, after = draw(logits, replace(params, top_p=0.7), noise)
@@ -171,7 +170,7 @@ class ReportsFiltered(TorchBackend):
 
 
 class OmitsSync(EngineWrapper):
-    """Raises its version and sends nothing."""
+    """Increases its version without sending weights."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, url: str) -> None:
         options = rollout.vllm.model_copy(update={"mode": "server", "url": url, "secret": SECRET})
@@ -183,7 +182,7 @@ class OmitsSync(EngineWrapper):
 
 @contextmanager
 def serving(backend: Backend) -> Iterator[str]:
-    """The address of a server on loopback around a backend."""
+    """The address of a loopback server for a backend."""
     service = Service(backend, SECRET)
     server = uvicorn.Server(uvicorn.Config(service.app(), host="127.0.0.1", port=0, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,7 +1,7 @@
-"""Logs of runs that learn, of every kind that looks odd and is sound, drawn at random; and the same with a fault.
+"""Random simulated logs of runs that learn, including unusual healthy ones, and the same with a fault.
 
-`simulate` draws the course of one run: how fast it learns, how noisy its metrics are and how long the noise remembers,
-its schedule, its KL term, how it is logged, and whose names it has.
+`simulate` draws the course of one run: learning speed, noise and its autocorrelation, learning-rate schedule, KL term,
+logging format and metric names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Courses = dict[str, np.ndarray]
 
 @dataclass
 class Drawn:
-    """A run: its metrics by step, under Keel's names, and what is known of its options."""
+    """A simulated run: its metrics by step, under Keel's names, and its known options."""
 
     kind: str
     source: str
@@ -32,7 +32,7 @@ class Drawn:
 
     @property
     def history(self) -> History:
-        """As a reader would hand it over."""
+        """The history that a reader would return."""
         series = {
             name: Series.of(zip(self.steps.tolist(), values.tolist(), strict=True))
             for name, values in self.courses.items()
@@ -41,7 +41,7 @@ class Drawn:
 
 
 def noise(rng: np.random.Generator, count: int, memory: float, *, heavy: bool = False) -> np.ndarray:
-    """AR(1) of deviation 1; heavy tails are Student's with four degrees."""
+    """AR(1) noise with standard deviation 1. Heavy tails are Student's t with four degrees of freedom."""
     shocks = rng.standard_t(4, count) / math.sqrt(2) if heavy else rng.standard_normal(count)
     values = np.empty(count)
     values[0] = shocks[0]
@@ -124,7 +124,7 @@ def simulate(rng: np.random.Generator, kind: str | None = None, source: str | No
 
 
 def changed(drawn: Drawn, name: str, change: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Drawn:
-    """The run with one metric as `change(values, share of the run)`."""
+    """The run with one metric replaced by `change(values, share of the run)`."""
     share = drawn.steps / drawn.steps[-1]
     return Drawn(
         drawn.kind,

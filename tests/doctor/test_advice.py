@@ -1,4 +1,4 @@
-"""Every proposal of the doctor is followed here: it loads, it is a change, and it does what it is proposed for."""
+"""Every proposal is applied: it loads, changes the configuration and has the intended effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OVER = FAULTS["kl/over-budget"]
 
 
 def with_config(history: History, *overrides: str) -> tuple[Config, History]:
-    """The history under a whole configuration, as a run of Keel's leaves it."""
+    """The history with a full configuration, as in a Keel run."""
     tree: dict[str, Any] = {**BASE}
     for section, values in history.config.items():
         tree[section] = {**tree.get(section, {}), **values}
@@ -125,7 +125,7 @@ def test_a_fault_is_gone_once_its_advice_is_followed(fault: str) -> None:
 
 
 def tried(config: Config, code: str) -> Diagnosis:
-    """What the one experiment finds that looks for this code."""
+    """The findings of the probe that looks for this code."""
     names = {"scoring": "scoring", "sampler": "sampler", "reference": "reference", "kl": "kl_term"}
     names |= {"advantage": "advantage", "optim": "update", "output": "collection"}
     (measure,) = [measure for measure in MEASURES if measure.name == names[code.partition("/")[0]]]
@@ -143,7 +143,7 @@ def test_a_limit_that_cuts_is_proposed_wider() -> None:
 
 @pytest.mark.parametrize("name", ["as it is", *OTHERWISE])
 def test_a_controller_that_is_proposed_acts_within_the_steps_that_remain(name: str) -> None:
-    """At 4 × the target β at least doubles in 20 steps; once the KL is far below it goes down again."""
+    """At 4 × the target, β at least doubles in 20 steps. With a KL far below it, β falls again."""
     config, history = with_config(OVER, *OTHERWISE.get(name, []))
     offered = proposals(check_history(history), "kl/over-budget")
     assert offered or config.kl.budget is not None
@@ -167,7 +167,7 @@ def test_a_controller_that_is_proposed_acts_within_the_steps_that_remain(name: s
 
 
 def test_the_old_proposal_would_not_have_passed() -> None:
-    """Ziegler at 0.05: a target per sequence, and a hundredth in seven steps even so."""
+    """Ziegler's controller at 0.05 per sequence changes β by a hundredth in seven steps."""
     controller = build_controller("ziegler", 0.00997, target=0.05, episodes_per_step=128)
     state = controller.init()
     for _ in range(7):
@@ -177,7 +177,7 @@ def test_the_old_proposal_would_not_have_passed() -> None:
 
 
 def test_a_real_run_follows_its_own_advice_and_beta_moves(tmp_path: Path) -> None:
-    """A run whose KL is over a (small) budget, its finding, and the run again under the controller that it proposes."""
+    """A run exceeds a small KL budget. It is repeated with the proposed controller, and β changes."""
 
     def run(name: str, *overrides: str) -> Path:
         base = schooled_config(

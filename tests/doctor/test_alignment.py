@@ -1,4 +1,4 @@
-"""Answers against prompts: a shift is seen, and likelihoods with heavy tails raise no alarm beyond its level."""
+"""Shifted answers are found, and heavy-tailed likelihoods raise no more false alarms than the level permits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from keel.doctor.pairing import SettingChoice, association, deviations_of, far_rows, rearranged, shifts
+from keel.doctor.pairing import SettingChoice, association, deviations_of, shifts
 
 AFTER = [*range(1, 16), None]
 
 
 def test_one_likelihood_that_dwarfs_the_others_is_one_rank():
-    """Student's t with two degrees of freedom: a normal tail of its raw values would be far too short."""
+    """For Student's t with two degrees of freedom, a normal approximation of raw values would be wrong."""
     draw = torch.Generator().manual_seed(0)
     alarms = 0
     for _ in range(1500):
@@ -32,7 +32,7 @@ def test_a_shift_of_few_rows_is_beyond_the_level_of_a_preflight():
 
 @pytest.mark.parametrize("paired", [16, 12])
 def test_the_variance_of_a_random_pairing_is_exact(paired: int) -> None:
-    """Of all pairs, or of some: the mean square over random permutations is 1."""
+    """With all pairs or some, the mean square over random permutations is 1."""
     draw = torch.Generator().manual_seed(2)
     likelihood = torch.randn(16, 16, generator=draw, dtype=torch.float64)
     squares = [
@@ -40,31 +40,6 @@ def test_the_variance_of_a_random_pairing_is_exact(paired: int) -> None:
         for _ in range(600)
     ]
     assert sum(squares) / len(squares) == pytest.approx(1, abs=0.15)
-
-
-REARRANGED = {
-    "the one 2 after theirs in the data": lambda n, total: n + 2,
-    "the one of the opposite order of the data": lambda n, total: 2 + total - 1 + 2 - n,
-    "the one half of the data away": lambda n, total: 2 + (n - 2 + total // 2) % total,
-}
-
-
-@pytest.mark.parametrize("total", [40, 100, 500, 501])
-@pytest.mark.parametrize("which", REARRANGED)
-def test_rows_hold_the_counterparts_of_each_rearrangement(which: str, total: int) -> None:
-    """Numbers begin at 2, and every tenth row is held out."""
-    rows = [n for n in range(2, 2 + total) if n % 10]
-    chosen = far_rows(rows)
-    likelihood = torch.randn(len(chosen), len(chosen), generator=torch.Generator().manual_seed(3)).double()
-    for i, n in enumerate(chosen):
-        target = REARRANGED[which](n, total)
-        if target in chosen:
-            likelihood[i, chosen.index(target)] += 6
-    scores = {name: association(likelihood, p) for name, p in rearranged(chosen, min(rows), max(rows)).items()}
-    best = max(scores, key=scores.__getitem__)
-    assert best.startswith(which.partition(" theirs")[0])
-    assert scores[best] > deviations_of(1e-3 / 52 / 4 / len(scores)) or total == 40
-    assert len(set(chosen)) == len(chosen) <= 72
 
 
 def test_a_shift_is_counted_by_the_rows_that_are_there() -> None:

@@ -1,4 +1,4 @@
-"""Other ways to draw: each is found again on tokens drawn that way, and none on the policy's own."""
+"""Alternative sampling distributions are recognised on tokens drawn from them, and not on the policy's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keel.doctor.draws import Draws, tail_masses, tightest, uniform_p_value
-from keel.doctor.probes.alternatives import Scaled, alternatives, applied, filter_odds
+from keel.doctor.probes.alternatives import alternatives, applied, filter_odds
 from keel.rollout.sampling import SamplingParams
 
 PLAIN, END = SamplingParams(), 0
@@ -31,14 +31,6 @@ def frequency(penalty: float, *, once: bool = False) -> Edit:
     }
 
 
-def no_ngram(n: int) -> Edit:
-    def edit(text: Sequence[int], logits: Any) -> dict[int, float]:
-        grams = [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
-        return {gram[-1]: -math.inf for gram in grams if gram[:-1] == tuple(text[len(text) - n + 1 :])}
-
-    return edit
-
-
 def no_end(least: int) -> Edit:
     return lambda text, logits: {END: -math.inf} if len(text) - PROMPT < least else {}
 
@@ -48,7 +40,7 @@ def on_token(token: int, bias: float) -> Edit:
 
 
 def written(edit: Edit | None = None, texts: int = 120, length: int = 20, vocabulary: int = 24, seed: int = 0) -> Draws:
-    """Texts of a first-order chain after prompts of five tokens, drawn as `edit` changes the logits."""
+    """Texts of a first-order Markov chain after prompts of five tokens, with logits changed by `edit`."""
     generator = torch.Generator().manual_seed(seed)
     chain = 1.2 * torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
     chain[:, END] += 0.3
@@ -92,7 +84,6 @@ def test_none_is_found_on_the_policys_own_draws() -> None:
         ("a repetition penalty of 1.5", repetition(1.5)),
         ("a presence penalty of 1", frequency(1.0, once=True)),
         ("a frequency penalty of 1", frequency(1.0)),
-        ("no repeated 2-gram", no_ngram(2)),
         ("no end before 6 tokens", no_end(6)),
         ("a ban on token 3", on_token(3, -math.inf)),
         ("a bias of +3 on token 3", on_token(3, 3.0)),
@@ -106,16 +97,6 @@ def test_each_is_found_again_and_is_the_likeliest(name: str, edit: Edit) -> None
     gain = float((applied(drawn, others[0], PLAIN).logp(PLAIN) - drawn.logp(PLAIN)).sum())
     assert others[0].gain == pytest.approx(gain, rel=1e-9)  # found by the tokens that it touches, checked on all
     assert uniform_p_value(tail_masses(applied(drawn, others[0], PLAIN), PLAIN)) > 0.01
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_repeated_n_grams_are_those_that_a_search_of_the_text_gives(n: int) -> None:
-    text = tuple(torch.randint(0, 3, (40,), generator=torch.Generator().manual_seed(0)).tolist())
-    positions = torch.arange(len(text) - PROMPT)
-    zeros = torch.zeros(len(positions), dtype=torch.long)
-    drawn = Draws(torch.zeros(len(positions), 3), zeros, zeros, zeros, None, positions, (text,), (PROMPT,))
-    for position, repeated in zip(positions.tolist(), Scaled.of(drawn, PLAIN).repeating(n), strict=True):
-        assert set(repeated.nonzero().flatten().tolist()) == set(no_ngram(n)(text[: PROMPT + position], None))
 
 
 def test_the_tightest_filter_is_the_one_that_was_on() -> None:

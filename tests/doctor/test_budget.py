@@ -1,4 +1,4 @@
-"""A large model is tried on less of the batch: what is left is the policy's own, and what it earned stays."""
+"""The reduced batch of a large model: its tokens are the policy's own, and its rewards are kept."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_healthy_configuration_is_healthy_on_less(monkeypatch):
 
 
 def counted(asked: list[str]) -> Callable[[Problem, str], Reward]:
-    """A reward that notes what it is asked."""
+    """A reward that records its calls."""
 
     def reward(problem: Problem, text: str) -> Reward:
         asked.append(text)
@@ -103,7 +103,7 @@ def test_quick_leaves_experiments_out_and_says_so_and_asks_for_fewer_judgements(
 
 @pytest.mark.parametrize("loss", ["dr_grpo", "grpo", "dapo"])
 def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
-    """Weights of the loss and nats per completion are those of whole completions, whatever is left of them."""
+    """Loss weights and nats per completion must equal those of full completions, whatever is cut."""
     config = schooled_config(*LONG, f"loss.loss_type={loss}", "kl.reduction=loss", "kl.estimator=exact")
     whole = build_subject(config, reward=lambda problem, text: Reward(float(len(text) % 5)))
     monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
 
 
 def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeypatch):
-    """As where every group takes longer than all doubts may: one more look, and no level is reached."""
+    """With a time limit below the time for one group, the test gets one more look and stays undecided."""
     seconds = count(0, 1000)
     monkeypatch.setattr(doctor_subject, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     seen = {}

@@ -1,4 +1,4 @@
-"""What explains what: symptoms step back behind their cause, unrelated findings do not, and nothing goes in circles."""
+"""Causes and symptoms: symptoms become notes of their cause, other findings do not, and the graph has no cycles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def found(code: str, severity: Severity = "error", cause: str = "c") -> Finding:
 
 
 def judged(*codes: str, log: bool = False, from_start: tuple[str, ...] = ()) -> dict[str, str]:
-    """Code → severity, in the order in which they are listed."""
+    """{code: severity} in listed order."""
     return {f.code: f.severity for f in explain([found(code) for code in codes], log=log, from_start=from_start)}
 
 
@@ -42,7 +42,7 @@ def test_a_symptom_is_a_note_that_names_its_cause_and_keeps_what_it_said():
     why = CAUSES["output/unparseable"].why
     assert symptom.evidence == f"explained by output/unparseable: {why}; evidence of reward/constant"
     assert symptom.cause == "c"
-    assert symptom.advice == "mend output/unparseable first; if this stays, change this"
+    assert symptom.advice == "fix output/unparseable first; if this stays, change this"
     assert symptom.options == (("a=1",),)
 
 

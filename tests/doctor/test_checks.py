@@ -1,4 +1,4 @@
-"""Each check fires on its fault, first of all that fire, and stays silent on healthy histories."""
+"""Each check finds its fault first and finds nothing in healthy histories."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_fault_is_named_first(code):
 
 
 def by_depth(*means: float, se: float = 1e-4) -> History:
-    """A log with KL(sampler‖policy) from tokens 0, 64, 128, … of the context on."""
+    """A log with KL(sampler‖policy) for stretches of the context that start at tokens 0, 64, 128, …."""
     history, series = healthy(), {}
     for start, mean in zip((0, 64, 128, 256), means, strict=False):
         for name, value in (("mean", mean), ("se", se)):
@@ -119,7 +119,7 @@ def test_a_healthy_history_gives_nothing(seed, steps):
 
 @given(st.sets(st.sampled_from(sorted(healthy().series))))
 def test_what_is_missing_is_said_and_never_a_finding(names):
-    """Whatever of a log is missing, no check fails, and none makes something up."""
+    """A missing metric never makes a check fail, and never causes a finding."""
     diagnosis = check_history(without(healthy(), *names))
     assert diagnosis.findings == ()
     if KL in names:
@@ -229,7 +229,7 @@ def test_a_wide_budget_does_not_hide_the_distance():
 
 
 def test_a_gap_that_was_not_there_at_the_first_step_is_stale_however_fast_it_came():
-    """An engine that is never synced: exact at step 1, drifted at step 2, and level from then on."""
+    """An engine that never syncs: exact at step 1, wrong at step 2, and constant afterwards."""
     history = altered("kl/sampler_policy/k3/mean", lambda step, was: 4e-7 if step == 1 else 0.02)
     finding = check_history(history).findings[0]
     assert finding.code == "sampler/stale"
@@ -259,7 +259,7 @@ def test_a_log_that_begins_late_does_not_clear_the_weights():
 
 
 def spiking(*, skipped: bool) -> History:
-    """Every step from 21 on has a norm of 50 instead of some 0.8."""
+    """From step 21 on, every step has a gradient norm of 50 instead of about 0.8."""
 
     def at(step: float) -> bool:
         return step > 20
@@ -337,7 +337,7 @@ def test_advice_names_the_option_of_the_runs_own_trainer():
 
 
 def with_tools(history: History | None = None, **values: float) -> History:
-    """The healthy run with tools: two calls an episode, and figures `tool__failed=2.0` for tool/failed."""
+    """The healthy run with two tool calls per episode and metrics such as `tool__failed=2.0` for tool/failed."""
     base = healthy() if history is None else history
     steps = base.series["reward/mean"].steps
     figures = {"tool/calls_mean": 2.0, "tool/error_fraction": 0.05, "answer/missing": 0.1}

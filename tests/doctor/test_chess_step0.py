@@ -1,4 +1,4 @@
-"""`configs/chess_step0_kl.yaml`: a model trained without dropout and run with it, and what the doctor says first."""
+"""`configs/chess_step0_kl.yaml`: a model that was trained without dropout and is run with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUIET = ("model.device=cpu", "log={console: none, tensorboard: false}", "eval.sa
 
 @pytest.fixture(scope="module")
 def schooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The supervised start that the configuration names, of a few steps."""
+    """The SFT warm start in the configuration, with a few steps."""
     shape = (
         "model.name=keel.recipes.chess.models:chess_gpt2_3x64",
         "task.plies=[0,0]",
@@ -45,7 +45,7 @@ def test_dropout_is_named_first_and_explains_the_kl(schooled: Path) -> None:
 
 
 def test_the_finished_run_says_the_same(schooled: Path, tmp_path: Path) -> None:
-    """Before its symptoms: a KL at the start, and a sampler that seems to compute otherwise."""
+    """A KL at the start and a gap to the sampler are symptoms, so the cause must come first."""
     run = train(configured(schooled, f"run.dir={tmp_path}", "run.max_steps=1")).directory
     first, *others = examine(run).findings
     assert (first.code, first.advice) == ("scoring/dropout", "set model.dropout=false")

@@ -1,4 +1,4 @@
-"""The two kinds of decision, on subjects whose likelihoods and errors are known; a hypothesis from outside."""
+"""Exact and statistical decisions on subjects with known likelihoods and errors, and a user-defined hypothesis."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def found(outcome: Outcome) -> list[tuple[str, str, str]]:
 
 @dataclass(frozen=True)
 class Scored:
-    """What is reported and what should be, as a subject of `open_gap`."""
+    """Reported and correct values, as a subject of `open_gap`."""
 
     reported: torch.Tensor
     right: torch.Tensor
@@ -79,7 +79,7 @@ def test_the_hypothesis_that_closes_a_gap_is_its_cause() -> None:
 
 
 def test_a_gain_matters_by_its_size_or_by_what_it_leaves() -> None:
-    """Eighteen tokens that lose two thirds of their surprise are e³ times as likely; one that does is not."""
+    """A text of eighteen tokens that loses two thirds of its NLL is e³ times as likely; a single token is not."""
     for length, before, after, expected in (
         (18, -0.27, -0.08, True),
         (2, -0.27, -0.08, False),
@@ -97,14 +97,14 @@ def test_a_gain_in_all_is_no_chance_and_a_scatter_is_one(monkeypatch: pytest.Mon
 
 
 def test_a_gain_of_a_few_without_a_loss_is_no_chance() -> None:
-    """As where ids are off by one, and only numbers with a nine in them become other questions."""
+    """As with ids shifted by one, where only numbers with a nine become other questions."""
     gains = [-0.2] * 30 + [0.1] * 36 + [2.0] * 8 + [30.0] * 8
     assert of_gains(gains) < 1e-4 < by_mean(gains)
     assert of_gains([*gains, *[-11.0] * 8]) > 0.1
 
 
 def test_what_is_likelier_on_the_problems_that_choose_alone_is_chance() -> None:
-    """A table of prompts that are right for the first problems and for no other."""
+    """Prompts that are better for the selection problems and for no others."""
     subject = asked(irritating="=")
     bare = subject.policy.tokenizer.encode("=", add_special_tokens=False)[0]
 
@@ -188,7 +188,7 @@ def test_what_irritates_the_model_and_surprises_it_is_found() -> None:
 
 
 def test_a_thought_that_the_model_always_opens_is_its_own() -> None:
-    """Answers are likelier without it all the same: after it the model would think first."""
+    """Answers are more likely without the thought, although the model would write one first."""
     assert without_parts(asked(THOUGHT, "<", ("<|assistant|>", *"<think>"))).state == "sound"
 
 
@@ -200,7 +200,7 @@ def test_what_is_written_on_both_sides_of_a_message_is_found() -> None:
 
 
 def needing(token: str) -> Any:
-    """A model that gives its answers only behind a token."""
+    """A model that gives its answers only after a token."""
 
     def model(knowing: Knowing) -> Knowing:
         from keel.models.tiny import tiny_tokenizer
@@ -219,21 +219,11 @@ def needing(token: str) -> Any:
     return model
 
 
-PADDED = CHAT_TEMPLATE.replace("eos_token", "'<pad>'")
-
-
-@pytest.mark.parametrize(
-    ("template", "needed", "shown"),
-    [(TEMPLATES["chatml"], "|", "'<|im_start|>' becomes 12 tokens"), (PADDED, "<pad>", "'<pad>', the pad token")],
-    ids=["spelled in letters", "padding for an end"],
-)
-def test_marks_that_are_none_are_found_unless_the_model_was_trained_on_them(
-    template: str, needed: str, shown: str
-) -> None:
-    ((code, _, evidence),) = found(measure_format(asked(template)))
+def test_marks_that_are_none_are_found_unless_the_model_was_trained_on_them() -> None:
+    ((code, _, evidence),) = found(measure_format(asked(TEMPLATES["chatml"])))
     assert code == "prompt/format"
-    assert shown in evidence
-    assert found(measure_format(asked(template, model=needing(needed)))) == []
+    assert "'<|im_start|>' becomes 12 tokens" in evidence
+    assert found(measure_format(asked(TEMPLATES["chatml"], model=needing("|")))) == []
 
 
 def behind(token: str) -> Any:
@@ -242,7 +232,7 @@ def behind(token: str) -> Any:
 
 @pytest.mark.parametrize(("proven", "severity"), [(True, "error"), (False, "warning"), (None, "warning")])
 def test_what_stands_around_all_questions_and_irritates_is_found(proven: bool | None, severity: str) -> None:
-    """An error where completions earn more without it, a warning where they earn as much, or cannot be asked."""
+    """An error if completions earn more without it; a warning if they earn as much or have no rewards."""
     subject = asked(form="<p>{}</p>", irritating="p", earning=None if proven is None else lambda prompt: 1.0)
     sign = subject.policy.tokenizer.encode("p", add_special_tokens=False)[0]
     if proven:
@@ -334,7 +324,7 @@ def test_a_measure_without_what_it_takes_is_unchecked() -> None:
 
 @pytest.mark.doctor
 def test_a_hypothesis_from_outside_is_one_row_and_one_measure() -> None:
-    """An engine that adds a number to every log-probability: the row that subtracts it closes the gap."""
+    """An engine adds a constant to every log-probability, and a user-defined row that subtracts it closes the gap."""
     subject = build_subject(schooled_config())
     with closing(subject.run):
         shifted = subject.swapped(score=lambda groups=None: subject.score(groups) + 0.25)

@@ -1,4 +1,4 @@
-"""Slopes of functions whose derivative is known, and gradients that are something else."""
+"""Finite differences of functions with known derivatives, against correct and wrong gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from keel.doctor.derivative import wrong_derivatives
+from keel.doctor.gradient import wrong_derivatives
 
 
 class Bowl(nn.Module):
-    """f = a·a + sin b·c, with ∂f/∂a = 2a and so on; `blind` has no part in it."""
+    """f = a·a + sin b·c, with ∂f/∂a = 2a and so on; f does not depend on `blind`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_all_of_them_reversed_are_one_finding_first() -> None:
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_a_part_of_a_tensor_without_its_gradient_is_named(name: str) -> None:
-    """Along the gradient that is left the slope is right."""
+    """The slope along the remaining gradient is correct."""
     half = (torch.arange(4) < 2).float()[:, None]
     assert wrong({name: half}) == [f"what has no gradient in {name}"]
     assert wrong({"blind": half}) == []
@@ -57,7 +57,7 @@ def test_a_part_of_a_tensor_without_its_gradient_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("padding", [2, None])
 def test_a_row_that_torch_never_trains_is_no_fault(padding: int | None) -> None:
-    """The end token is often the padding too, and stands in prompts."""
+    """The end token is often the padding token too and occurs in prompts."""
     torch.manual_seed(0)
     embedding = nn.Embedding(4, 8, padding_idx=padding)
     nn.init.normal_(embedding.weight)

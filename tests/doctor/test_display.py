@@ -1,4 +1,4 @@
-"""What a person reads: verdict and findings first, in twenty lines, and no sentence cut."""
+"""The printed diagnosis: verdict and findings first, in twenty lines, without cut sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is distilled: what goes wrong is named, and a sound one with constant rewards gives nothing."""
+"""Distillation: each fault is named, and a correct run with constant rewards has no finding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERIES = {
 
 
 def distilled(start: float = 0.37, rate: float = 0.04, *, last: float = 0.6, **options: object) -> History:
-    """A sound run: KL to the teacher from 0.37 nats per token down to about 0.03, accuracy from 0.3 to 0.6."""
+    """A correct run: KL to the teacher from 0.37 to about 0.03 nats per token, accuracy from 0.3 to 0.6."""
     options = {"reference__model": "teacher", "loss__policy_weight": 0, "kl__estimator": "exact"} | options
     history = configured(healthy(), **options)
     steps = range(1, 61)
@@ -39,13 +39,13 @@ def codes(history: History) -> list[str]:
 
 
 def lengthening(history: History, at_limit: float) -> History:
-    """Completions that become four times as long; the share that ends at the limit goes from 2 % to `at_limit`."""
+    """Completions become four times as long. The share at the limit rises from 2 % to `at_limit`."""
     longer = altered("length/mean", lambda step, was: 15.0 + 0.75 * step, history)
     return altered("length/truncated_fraction", lambda step, was: 0.02 + at_limit * (step - 1) / 59, longer)
 
 
 def sharing(history: History, overlap: float) -> History:
-    """The probability that both share, from `overlap` upwards."""
+    """The probability mass on common tokens, rising from `overlap`."""
     series = Series.of((step, overlap + (1 - overlap) * (step - 1) / 60) for step in range(1, 61))
     return replace(history, series={**history.series, "kl/policy_ref/overlap": series})
 

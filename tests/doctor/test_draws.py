@@ -1,4 +1,4 @@
-"""The test of drawn tokens: it lets right samplers through at every entropy, and names the wrong ones."""
+"""The test of drawn tokens accepts correct samplers at every entropy and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = SamplingParams()
 
 
 def drawn(sharpness: float, params: SamplingParams = PLAIN, n: int = 1200, seed: int = 0) -> Draws:
-    """Tokens drawn under `params` from random logits over 50 tokens; the sharper, the surer the model is."""
+    """Tokens drawn under `params` from random logits over 50 tokens. Higher `sharpness` gives lower entropy."""
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(n, 50, generator=generator, dtype=torch.float64)
     empty = Draws(logits, torch.zeros(n, dtype=torch.long), torch.zeros(n), torch.arange(n) // 10)
@@ -122,7 +122,7 @@ def test_given_text_in_the_midst_of_draws_is_marked_and_nothing_else() -> None:
 
 
 def test_copies_within_a_step_by_hand() -> None:
-    """Of one problem 2 of the 70 ways to deal 4 and 4 keep equals together; what is alike in all steps is no copy."""
+    """2 of the 70 splits of eight completions into halves separate the equal ones. Equal ones alone are no evidence."""
     copied = ("a" * 4, "b" * 4)
     assert chance_within([copied]) == pytest.approx(2 / 70, abs=0.03)
     assert chance_within([copied] * 3) < 0.01
@@ -131,7 +131,7 @@ def test_copies_within_a_step_by_hand() -> None:
 
 
 def test_equal_noise_is_told_from_a_sampler_that_is_sure() -> None:
-    """Of the 24 orders of four completions one is the same: equal noise is 1 in 24, and 1 in 576 in two groups."""
+    """Of the 24 orders of four completions one matches: the p-value is 1/24, and 1/576 for two groups."""
     assert chance_aligned([("abcd", "abcd")]) == pytest.approx(1 / 24, abs=0.03)
     assert chance_aligned([("abcd", "abcd")] * 2) < 0.01
     assert chance_aligned([("aaab", "aaba")] * 6) > 0.2  # as likely at any place

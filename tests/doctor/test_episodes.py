@@ -1,4 +1,4 @@
-"""What environments answer and how episodes end, through the probe that reads them."""
+"""Replies of environments and endings of episodes, through their probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes import episodes
 from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
-from keel.doctor.probes.fickle import fickle_findings
+from keel.doctor.probes.rejudged import rejudged_findings
 from keel.doctor.replayed import asked_of, replayed
 from keel.doctor.replies import (
     PLAYS,
@@ -37,7 +37,7 @@ from keel.models.tiny import tiny_tokenizer
 
 HERE = "doctor.faults_episodes"
 TURNS = "rollout.max_completion_length=60", "rollout.max_turns=2"
-KINDS = ("wrong", "constant", "done", "random", "clocked", "object", "cut", "told", "found")
+KINDS = ("wrong", "constant", "done", "random", "clocked", "told", "found")
 
 
 def probed(name: str, *overrides: str) -> list[Finding]:
@@ -52,7 +52,6 @@ def probed(name: str, *overrides: str) -> list[Finding]:
 FAULTS = {
     "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
     "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
-    "calls succeed with null": ("tool/failing", "the same whatever it is asked", ["null"]),
     "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
     "calls return another episode's result": ("tool/failing", "for itself", ["swapped"]),
     "a template that drops what tools return": (
@@ -63,11 +62,6 @@ FAULTS = {
     "the same result for every call": ("tool/failing", "the same whatever it is asked", ["constant"]),
     "results that nobody asked for": ("tool/failing", "nothing to do with what it is asked", ["random"]),
     "results that hold those of other episodes": ("tool/failing", "every result holds theirs", ["piled up"]),
-    "results behind the last ones": ("tool/failing", "every result holds theirs", ["last two"]),
-    "an object in place of a result": ("tool/failing", "no text of its own", ["object"]),
-    "results of which little is left": ("tool/failing", "max_characters", ["cut"]),
-    "results in the model's own name": ("tool/failing", "the model's own turn", ["spoken for the model"]),
-    "turns counted over all episodes": ("tool/failing", "a count of turns", ["counted together"]),
     "replies that give the answer away": ("prompt/answer-leak", "whatever it is asked", ["told"]),
     "episodes that never end": ("output/truncated", "never ends an episode", ["endless"]),
 }
@@ -98,7 +92,7 @@ def test_the_fault_is_named(fault: str) -> None:
 
 
 class WithoutBlanks:
-    """A tokenizer of characters that loses blanks."""
+    """A character tokenizer that drops spaces."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, tokens)).replace(" ", "")
@@ -116,21 +110,21 @@ def test_a_reply_has_its_own_blanks_where_the_tokenizer_loses_them() -> None:
 
 
 def test_a_turn_that_was_cut_is_no_call() -> None:
-    """Its end is missing, which any tool refuses: what is wrong is the limit."""
+    """A truncated call is invalid for any tool. The length limit is the cause."""
     setup = build_subject(schooled_config(f"task={{name: '{HERE}:failing'}}", *TURNS, "rollout.max_turn_length=20"))
     with closing(setup.run):
         cut = replace(
             setup, turns=tuple(replace(t, completion=replace(t.completion, stop_reason="length")) for t in setup.turns)
         )
-        assert replayed(setup) != ([], [])
-        assert replayed(cut) == ([], [])
+        assert replayed(setup)
+        assert not replayed(cut)
 
 
 def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
     task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
     setup = build_subject(schooled_config(task, "rewards=[{name: task}]", *TURNS))
     with closing(setup.run):
-        assert [found.code for found in fickle_findings(setup, load_thresholds())] == ["reward/fickle"]
+        assert [found.code for found in rejudged_findings(setup, load_thresholds())] == ["reward/fickle"]
 
 
 @pytest.mark.parametrize("kind", ["sound", "random"])
@@ -140,12 +134,12 @@ def test_a_reward_may_look_at_the_episode(kind: str) -> None:
     with closing(setup.run):
         assert setup.failures == ()
         assert max(reward.total for group in setup.groups for reward in group.rewards) > 0
-        assert [*fickle_findings(setup, load_thresholds())] == []
+        assert [*rejudged_findings(setup, load_thresholds())] == []
         assert setup.shared["plays"][0] > 1
 
 
 def playing(start: Any) -> Any:
-    """A setup of which only the task is played."""
+    """A setup in which only the task is used."""
     return SimpleNamespace(
         run=SimpleNamespace(task=SimpleNamespace(start=start)),
         policy=SimpleNamespace(tokenizer=tiny_tokenizer()),
@@ -206,51 +200,26 @@ def test_sound_episodes_are_silent(name: str) -> None:
     [
         "",
         "\n<result>\n\n</result>\n",
-        "tool\n",
         "Error: KeyError 'x'",
-        "KeyError: 'x'",
-        "search timed out",
         "No results found.",
         "0 results",
-        "Zero hits.",
         "\n<|im_start|>user\n<tool_response>\nTool error: no such page\n</tool_response>",
         '{"error": "no such page"}',
         '{"result": null, "error": "no such page"}',
-        '{"status": "error", "message": "no such page"}',
         "HTTP 404 Not Found",
-        "The service is unavailable.",
-        "Failed to open the page",
         "<html><head><title>502 Bad Gateway</title></head><body>nginx</body></html>",
         "<!DOCTYPE html>\n<title>504 Gateway Time-out</title>",
-        "HTTP/1.1 429 Too Many Requests",
         '{"status": 403, "message": "Forbidden"}',
         "<result>\n<coroutine object search at 0x7f22c1d0>\n</result>",
-        "<tools.Page object at 0x7f22c1d0>",
         "<bound method Index.get of <tools.Index object at 0x7f22c1d0>>",
-        "<Response [200]>",
         "[object Object]",
         "curl: (6) Could not resolve host: index.example",
-        "sh: python: cannot execute binary file",
-        "Unable to reach the index",
-        "ls: notes: No such file or directory",
-        "usage: find [-h] [--most N] QUERY\nfind: the following arguments are required: QUERY\n",
-        "Usage: notes add [OPTIONS] TEXT\nTry 'notes add --help' for help.",
-        "<result>\nUsage: cp <from> <to>\n</result>",
-        "usage:find[-h][--most N]QUERY",
-        "find: missing operand",
-        "Missing required parameter: query",
-        "Missing 1 required positional argument: 'query'",
-        "The parameter 'query' is missing.",
-        "Field `pair` is required",
         "Process exited with code 137: memory limit exceeded",
-        "Command exited with non-zero exit status 1",
         "Killed",
-        "sandbox: the process was killed",
-        "Segmentation fault (core dumped)",
-        "sh: larger: command not found",
-        "Time limit exceeded",
-        "Connection reset by peer",
+        "usage: find [-h] [--most N] QUERY\nfind: the following arguments are required: QUERY\n",
         "<result>\nmax...(truncated)\n</result>",
+        "sh: larger: command not found",
+        "Connection reset by peer",
     ],
 )
 def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
@@ -261,71 +230,28 @@ def test_a_reply_from_which_nothing_is_learned(reply: str) -> None:
     "reply",
     [
         "0 results were withheld: all 3 are shown",
-        "0 records lost, 12 found",
         "7",
         "<result>\n0\n</result>",
-        "?",
         "The trial " + "went on for many days and " * 3 + "failed.",
-        "Try again.",
         '{"result": 7, "error": null}',
-        '{"error": null, "result": 7}',
         '{"error": "", "result": 7}',
         "0 errors, 2 warnings",
-        "Errors: 0",
-        "exit code 0, no errors",
         "2 tests failed, 1 passed",
-        "3 errors, 1 of them at line 7",
         "null",
-        "mean squared error 0.25",
         "<function> f(x) = 2 x </function>",
-        "a generator object at 0x7f22c1d0 gave 7",
         "timeout: 30",
-        "What cannot be seen is not said.",
         "Title: Can't Buy Me Love is a song",
-        "Could not have been earlier than 1492",
         "No such thing as a free lunch: 1938 proverb",
-        "Unable to move north. You are in the kitchen; exits: south",
-        "f: g: 7",
         "410 Gone with the Wind tickets",
-        "<html><title>502 words on gateways</title></html>",
         "404",
-        "usage: 35 % of the disk",
-        "usage: git [--version] [--help] <command>\n\nThese are common Git commands:\n   clone     Clone a repository",
-        "Usage: move <direction>\nYou are in a cave.",
-        "The name field is required. Type string.",
-        "Usage: in the 19th century <i>rarely</i>",
-        "Usage: 3 [low]",
-        "The field is required reading",
-        "The property is missing from the register since 1800",
-        "Missing fields of wheat",
-        "The process exited with code 0",
         "The server returned status 200: 7",
-        "You killed the dragon",
         "If a process exited with code 1, start it again.",
-        "The code of the bank is 42",
-        "John F. Kennedy was killed in Dallas in 1963.",
-        "Stack Overflow: how to sort a list",
-        "The rate exceeded 5 percent in 2019",
-        "Refund is not permitted for basic economy fares",
         "Order 17 returned, status: refunded",
-        "Exit status: ok\n42",
         "exit code: 1\nstdout: 3 passed, 1 failed",
-        "Time Limit Exceeded on test 3 (2 of 7 passed)",
         "You got killed by the troll. Score: 10",
-        "A robot may not injure a human being.",
-        "To log in to the server, use ssh",
-        "CAPTCHA is a test that tells people from programs",
-        "Runway 27L was under maintenance in March 1994",
-        "Skip to main content. Please enable JavaScript to use comments. The Battle of Hastings was fought in 1066.",
-        "Are you a robot? I would like to talk to a person about my order 4411.",
-        "Hi, I got an email that your session has expired. My user id is mia_li_3668.",
-        "GET /items: API key required; returns a list of items",
+        "usage: git [--version] [--help] <command>\n\nThese are common Git commands:\n   clone     Clone a repository",
         "1 2 3 5 7 11 13 17 19 23 ... (truncated)",
-        "9.42 (truncated to 2 decimals)",
         "17 (truncated)",
-        "3 ... (truncated toward zero)",
-        "The cone is truncated at a third of its height",
-        "It was cut off from the mainland by the tide.",
     ],
 )
 def test_one_that_says_something(reply: str) -> None:
@@ -355,7 +281,7 @@ def test_one_that_is_dropped_changed_or_cut_does_not(shown: str) -> None:
 
 
 class Answering:
-    """A task whose every turn is answered, after some seconds by the probe's clock."""
+    """A task that replies to every turn, after some seconds by the probe's clock."""
 
     multi_turn = True
 

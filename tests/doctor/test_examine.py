@@ -1,4 +1,4 @@
-"""Real runs, judged from what they wrote: healthy ones are, broken ones are named, and the report says so."""
+"""Diagnoses of real runs from their files: healthy and broken ones, and the report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The generator's own parts: every operator changes a configuration that loads, and what it breaks is broken.
+"""The fault operators of bench/faults: each changes a configuration that loads, and each has its effect.
 
-Look-alikes are held to the opposite: what they draw and score is what Keel's own parts draw and score.
+Look-alikes must sample and score exactly as Keel's own parts do.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def adapted() -> LoadedModel:
 
 
 def drawn(config: dict[str, Any], loaded: LoadedModel) -> tuple[list[Completion], list[Completion]]:
-    """The completions of a configured engine and of Keel's own, of a policy that moves before each of two steps."""
+    """Completions of a configured engine and of Keel's own, after each of two weight changes."""
     rollout, policy = load_config(config, []).rollout, copy.deepcopy(loaded.model)
     engine, native = build_engine(rollout, policy, loaded.tokenizer), NativeEngine(policy, loaded.tokenizer)
     noise, sampling = torch.Generator().manual_seed(0), SamplingParams.of(rollout)
@@ -153,7 +153,7 @@ def test_a_sound_scorer_has_the_right_values_and_gradient(name: str, rows: Score
 
 
 def gradient(config: dict[str, Any], shift: float) -> torch.Tensor:
-    """∂loss/∂logp of the configured policy term where the ratio is exp(shift)."""
+    """∂loss/∂logp of the configured policy term at a ratio of exp(shift)."""
     loss = load_config(config, []).loss
     old, mask = -torch.linspace(0.1, 2.0, 12).view(4, 3), torch.ones(4, 3, dtype=torch.bool)
     advantages = torch.tensor([1.0, -0.5, 0.3, -1.2])[:, None].expand(4, 3)

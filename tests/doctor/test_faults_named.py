@@ -1,4 +1,4 @@
-"""Operators of the fault bench, one of a kind: each is the first finding of what looks at it, with advice to follow."""
+"""One fault operator of each kind: its code is the first finding of its probe, with applicable advice."""
 
 from __future__ import annotations
 

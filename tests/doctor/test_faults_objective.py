@@ -1,9 +1,10 @@
-"""Each fault of loss, controller, turn's end, prompt and task is the first thing that the preflight names."""
+"""Each fault of losses, controllers, turn endings, prompts and tasks is the preflight's first finding."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -138,20 +139,21 @@ def test_every_clip_of_keels_own_cuts_its_side() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "where"),
+    ("rows", "named"),
     [
-        (["+-", "+---"], "all but the first token of every completion"),
-        (["++", "++--"], "all but the first 2 tokens of every completion"),
-        (["+-", "+++-"], "the last token of every completion"),
-        (["-+", "---+"], "all but the last token of every completion"),
-        (["-+", "-+++"], "the first token of every completion"),
-        (["+-", "-+"], ""),
-        (["+++", "+"], ""),
+        (["+-", "+---"], True),
+        (["+-", "+++-"], True),
+        (["++", "--"], True),
+        (["+++", "+"], False),
+        (["-", "-", "+"], False),
     ],
+    ids=["all but the first token", "the last token", "a whole completion", "nothing", "completions of one token"],
 )
-def test_tokens_whose_place_keeps_them_from_training_are_named(rows: list[str], where: str) -> None:
+def test_tokens_that_are_never_trained_are_named(rows: list[str], named: bool) -> None:
     mask = torch.arange(4)[None] < torch.tensor([len(row) for row in rows])[:, None]
-    assert left_out(mask, torch.tensor([sign == "+" for row in rows for sign in row])) == where
+    completions = [SimpleNamespace(stop_reason="eos")] * len(rows)
+    setup: Any = SimpleNamespace(mask=mask, batch=SimpleNamespace(completions=completions))
+    assert bool(left_out(setup, torch.tensor([sign == "+" for row in rows for sign in row]))) == named
 
 
 def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
@@ -161,7 +163,7 @@ def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
 
 @pytest.mark.parametrize("tokens", [8, 4096])
 def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(tokens: int) -> None:
-    """Of the two losses of one range, that of tokens alone."""
+    """Two losses with one clip range, on tokens and on sequences; only the first is reported."""
     setup = build_subject(schooled_config(loss("range_of_sequences"), "loss.num_iterations=2"))
     mask = torch.ones(2, tokens, dtype=torch.bool)
     rows = replace(setup.batch.rows, group=torch.zeros(2, dtype=torch.long))

@@ -1,4 +1,4 @@
-"""Each fault of reference, KL term, advantage and update is the first thing that the preflight names."""
+"""Each fault of the reference, the KL term, advantages and updates is the preflight's first finding."""
 
 from __future__ import annotations
 

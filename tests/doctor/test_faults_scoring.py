@@ -1,4 +1,4 @@
-"""Each fault of model, scorer, engine, task and reward is the first thing that the preflight names."""
+"""Each fault of models, scorers, engines, tasks and rewards is the preflight's first finding."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_rows_that_mix_are_not_called_padding() -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """How large the tensors are that are made."""
+    """Records the sizes of tensors that are created."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_a_model_of_16_bits_alone_is_tried_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some kernels, and buffers that are no parameters, refuse weights in fp32; training never asks for that."""
+    """Some kernels and buffers refuse fp32 weights, which training never needs."""
 
     @contextmanager
     def refused(setup: object) -> Iterator[None]:
@@ -169,7 +169,7 @@ def test_noise_is_tried_where_the_policy_is_not_certain() -> None:
 
 @pytest.mark.parametrize(("name", "wrong"), [("FiltersUnsaid", True), ("OnlyAfterFilters", False)])
 def test_log_probabilities_after_the_configured_filters_are_recomputed(name: str, wrong: bool) -> None:
-    """The weights of filtered samples are taken from them: as wrong as they are, as wrong is the training."""
+    """Importance weights use these log-probabilities, so errors in them change the training."""
     (finding,) = [f for f in diagnosed("rollout.top_p=0.8", engine(name)).findings if f.code == "sampler/filter"]
     assert ("filtered_logp is off by up to" in finding.evidence) == wrong
     assert ("cut off" in finding.evidence) != wrong

@@ -1,4 +1,4 @@
-"""Faults of a sampler behind a server: each is the first thing that the preflight names."""
+"""Each fault of a remote sampler is the preflight's first finding."""
 
 from __future__ import annotations
 
@@ -125,10 +125,7 @@ def test_the_command_names_a_server_of_another_model_as_a_finding(tmp_path: Path
         (finding,) = json.loads(capsys.readouterr().out)["findings"]
         assert main(["train", str(path), f"run.dir={tmp_path}"]) == 2
     assert finding["code"] == "sampler/other-model"
-    assert finding["evidence"] == (
-        f"the sampler at {url} serves another model: its hidden_size is 32 and the policy's 24; start keel serve with "
-        "this run's model"
-    )
+    assert all(part in finding["evidence"] for part in (url, "hidden_size is 32", "24", "keel serve"))
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.endswith(finding["evidence"])
 

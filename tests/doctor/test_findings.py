@@ -1,4 +1,4 @@
-"""Codes, their order, and what a diagnosis says of itself."""
+"""Finding codes, their order, and the diagnosis as data."""
 
 from __future__ import annotations
 

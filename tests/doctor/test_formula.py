@@ -1,4 +1,4 @@
-"""H03: what the KL formula is decides, the same before and after a run, and its advice is one that can be followed."""
+"""H03: the KL formula decides it, equally for configurations and logs, and its advice can be applied."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doctor.histories import configured, healthy
 from doctor.schooled import schooled_config
 from keel.config import Config, load_config
 from keel.doctor.checks import check_history
-from keel.doctor.checks.penalty import DR_GRPO
+from keel.doctor.checks.kl import DR_GRPO
 from keel.doctor.diagnosis import SuspectVerdict
 from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject, build_subject
@@ -59,14 +59,14 @@ def _bench() -> KeelSubject:
 
 
 def on_the_bench(config: Config) -> KeelSubject:
-    """The schooled setup under another KL term: model, batch and reference are the same for all of them."""
+    """The schooled setup with another KL term; model, batch and reference are shared."""
     setup = _bench()
     run = replace(setup.run, kl=config.kl, pairing=config.kl.pairing(off_policy=config.off_policy))
     return replace(setup, config=config, built=replace(setup.built, run=run))
 
 
 def before(config: Config) -> SuspectVerdict:
-    """As `preflight` decides it, from the one probe that looks at the KL term."""
+    """The decision of `preflight`, from the KL probe only."""
     kl = config.kl
     outcome = _probed(kl.estimator, kl.placement, kl.gradient, kl.level)
     figures = {**preflight_figures([outcome]), "reference/kl_at_start": 0.0}
@@ -75,13 +75,13 @@ def before(config: Config) -> SuspectVerdict:
 
 @cache
 def _probed(*pairing: str) -> Outcome:
-    """The experiment sums over the policy's own samples, so several updates a batch make no other one."""
+    """The experiment sums over the policy's own samples, so several updates per batch do not change it."""
     options = zip(("kl.estimator", "kl.placement", "kl.gradient", "kl.level"), pairing, strict=True)
     return probe_kl_term(on_the_bench(schooled_config(*map("=".join, options), *FREELY)), LIMITS)
 
 
 def after(config: Config) -> SuspectVerdict:
-    """As `keel doctor RUN` decides it, from a run's log and configuration."""
+    """The decision of `keel doctor RUN`, from a log and its configuration."""
     return h03(check_history(healthy(config=config.to_dict())).hypotheses)
 
 
@@ -116,7 +116,7 @@ def option(config: Config, dotted: str) -> Any:
 
 
 def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> None:
-    """The commonest formula of all: its cosine to ∇KL(policy‖ref) is 0.9, and to its own gradient 1."""
+    """The most common formula: its cosine to ∇KL(policy‖ref) is 0.9, and to its own gradient 1."""
     config = schooled_config("kl.gradient=plain")
     diagnosis = preflight(config)
     row = h03(diagnosis.hypotheses)
@@ -132,7 +132,7 @@ def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> N
 
 
 def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
-    """Both directions are allowed, but not one in the place of the other."""
+    """Both KL directions are accepted, but the code must have the direction of the formula."""
     plain = check_pairing("k3", gradient="plain")
     setup = on_the_bench(schooled_config())
     broken = replace(setup.run, pairing=replace(setup.run.pairing, form=plain.form))
@@ -144,7 +144,7 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
 
 
 def absolute(d: Tensor) -> Tensor:
-    """An estimator of one's own whose gradient is the total variation's."""
+    """A user's estimator with the gradient of the total variation."""
     return d.abs()
 
 

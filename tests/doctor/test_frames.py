@@ -1,4 +1,4 @@
-"""What a template writes by itself; rewards that contradict each other, or themselves."""
+"""The parts that a template adds, and rewards that contradict each other or themselves."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from doctor.asked import HEADER, SYSTEM, asked
 from keel.base.types import Problem
 from keel.doctor.frame import frame_of
-from keel.doctor.probes.fickle import fickle_findings
-from keel.doctor.probes.repeats import contradiction_findings
+from keel.doctor.probes.problems import contradiction_findings
+from keel.doctor.probes.rejudged import rejudged_findings
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import Renderer
@@ -44,7 +44,7 @@ def test_what_stands_between_messages_is_a_template_s_own_too() -> None:
 
 
 class Judge:
-    """Pays a problem's own answer."""
+    """A judge that pays a problem's own answer."""
 
     remote = False
 
@@ -64,7 +64,7 @@ def test_rows_that_contradict_each_other_are_found() -> None:
 
 
 class Alternating(Judge):
-    """Pays every second one that it is shown; the batch was judged before, and one more."""
+    """A judge that pays every second completion, starting with the second one of the first call."""
 
     shown = 1
 
@@ -74,10 +74,10 @@ class Alternating(Judge):
         return rewards
 
 
-def test_a_judge_that_alternates_is_fickle_in_one_order_or_the_other() -> None:
+def test_a_judge_that_alternates_is_found_in_one_order_or_the_other() -> None:
     setup = asked().swapped(built=SimpleNamespace(judge=Alternating(), run=asked().run))
     completions = [SimpleNamespace(text=str(i)) for i in range(4)]
     rewards = [SimpleNamespace(total=float(i % 2)) for i in range(4)]
     group = SimpleNamespace(problem=Problem("a", "1 ="), completions=completions, rewards=rewards)
     setup = setup.swapped(batch=SimpleNamespace(groups=[group]))
-    assert [finding.code for finding in fickle_findings(setup, load_thresholds())] == ["reward/fickle"]
+    assert [finding.code for finding in rejudged_findings(setup, load_thresholds())] == ["reward/fickle"]

@@ -1,4 +1,4 @@
-"""A sample of bench/fuzz_doctor.py: whatever is handed in ends in a diagnosis, a configuration, or one line."""
+"""A sample of bench/fuzz_doctor.py: any input gives a diagnosis, a configuration or a one-line error."""
 
 from __future__ import annotations
 

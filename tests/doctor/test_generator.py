@@ -1,4 +1,4 @@
-"""The generator of faults: how it counts, how it splits, and that its operators change what they break."""
+"""The generator of faults: counts, the split into halves, and the effect of operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LORA = edited(BASE, {"model.lora": {"r": 4}})
 
 
 def subject(operator: Any) -> Any:
-    """A configuration that the operator fits; it is not measured, so that it is quick."""
+    """A configuration that fits the operator; for speed, it is not measured."""
     draws = Random(operator.name)
     config = next(config for _ in range(2000) if operator.fits(config := healthy.draw(draws)))
     school.schooled(healthy.school_of(config))
@@ -68,7 +68,7 @@ def test_recall_is_counted_by_hand() -> None:
 
 
 def test_operators_are_counted_by_all_of_their_draws() -> None:
-    """option/broken is named in three of five draws, log/broken in none of two; one draw each says nothing."""
+    """option/broken is named in three of five draws, log/broken in none of two. Single draws are not counted."""
     assert doctor.by_operator(RESULTS) == ["  of 2 operators 0 are named first in all draws, 1 in none"]
     assert doctor.by_operator([*RESULTS[:1], RESULTS[0]])[0].endswith("1 are named first in all draws, 0 in none")
     assert doctor.by_operator([RESULTS[0], RESULTS[5]]) == []
@@ -119,9 +119,7 @@ def test_the_halves_are_decided_by_the_names() -> None:
 
 
 def test_what_was_opened_was_held_back_and_is_the_hash_s_choice() -> None:
-    """Beside the 96, 82 and 43 that were opened stand 14 whose code somebody who writes probes has seen by mistake, and
-    97 of 185 that were written for whoever writes probes, and never held back.
-    """
+    """OPENED: 96, 82 and 43 opened operators, 14 that a probe author saw by mistake, and 97 never held back."""
     digests = [hashlib.sha256(name.encode()).digest() for name in OPENED]
     assert set(OPERATORS) >= OPENED
     assert all(digest[0] % 2 for digest in digests)
@@ -133,7 +131,7 @@ def test_what_was_opened_was_held_back_and_is_the_hash_s_choice() -> None:
 
 
 def test_the_names_are_the_ones_that_were_split() -> None:
-    """Renamed, taken out or added, an operator could change the halves after the probes were written."""
+    """Renamed, removed or added operators could change the halves after the probes were written."""
     names = hashlib.sha256("\n".join(sorted(OPERATORS)).encode()).hexdigest()
     assert names == "330e7f48b652e45aeca7b70899803ccd996bf16764c295529f5bf3c1d9f4f481"
 

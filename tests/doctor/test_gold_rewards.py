@@ -1,4 +1,4 @@
-"""Gold answers that earn nothing, answers of other rows, rewards that pay for nothing: named, with what would earn."""
+"""Gold answers that earn nothing, answers of other rows, and exploits: each is named, with what would earn."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from doctor import faults_gold
 from doctor.followed import check_named_first, preflight_of
 from doctor.schooled import schooled_config
 from keel.base.types import Group, Problem, Reward
+from keel.doctor import evidence
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.pairing import association
-from keel.doctor.probes import collection
 from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
 from keel.doctor.probes.exploits import nearly_all
-from keel.doctor.probes.gold_rewards import _lacking, _paid_whatever, gold_findings
+from keel.doctor.probes.gold_rewards import _lacking, _whatever_is_said, gold_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
@@ -50,20 +50,11 @@ def collected(*overrides: str):
 
 
 FAULTS = {
-    "a box that nobody asked for": ("reward/gold", [reward("boxed")], "in the form \\boxed{…} earns on 8 of 8"),
     "a tag": ("reward/gold", [reward("tagged")], "in the form <answer>…</answer> earns on 8 of 8"),
-    "a mark": ("reward/gold", [reward("marked")], "in the form #### … earns on 8 of 8"),
-    "a sentence": ("reward/gold", [reward("spoken")], "in the form The answer is … earns on 8 of 8"),
     "a worked solution where a value is compared": ("reward/gold", task("WorkedSolutions"), "last number earns on 8"),
-    "a reward that never pays": ("reward/gold", [reward("nothing_earns")], "gold answers earn 0 on average"),
-    "graded by the next row": ("reward/gold", task("GradedByNextRow"), "gold answers earn"),
     "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
-    "boxed answers, compared as texts": ("reward/gold", task("BoxedAnswers"), "of them are not paid"),
     "one answer for all": ("reward/exploit", task("OneAnswer"), "have one and the same gold answer, '7'"),
-    "pay for length": ("reward/exploit", [reward("counts_characters")], "endless"),
-    "pay for the answer anywhere": ("reward/exploit", [reward("anywhere")], "every answer"),
-    "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "sampled answers all earn the same"),
-    "pay for any number": ("reward/exploit", [reward("any_digit")], "on 16 of 16 problems"),
+    "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "wrong and empty answers earn the same"),
 }
 
 
@@ -75,20 +66,20 @@ def test_the_collection_names_it_and_what_would_have_earned(fault: str) -> None:
     assert evidence in findings[code].evidence
 
 
-@pytest.mark.parametrize("fault", ["a box that nobody asked for", "answers of the next row"])
+@pytest.mark.parametrize("fault", ["a tag", "answers of the next row"])
 def test_it_is_the_first_finding_of_a_preflight_though_completions_earn_nothing_too(fault: str) -> None:
     code, overrides, _ = FAULTS[fault]
     check_named_first(code, overrides)
 
 
 def test_differences_of_a_ten_thousandth_are_no_judgement_of_answers() -> None:
-    """What scales them up to full size is the graver fault, and is named first."""
+    """The code that scales such differences up is the more severe problem and comes first."""
     findings = {finding.code: finding.severity for finding in collected(reward("trifles")).findings}
     assert findings["reward/gold"] == "warning"
 
 
 class Lasting(Episode):
-    """One that is over after so many turns."""
+    """An environment that ends after a number of turns."""
 
     def __init__(self, turns: int) -> None:
         self.left = turns
@@ -130,7 +121,7 @@ def test_an_attack_must_pay_on_nearly_all_problems_and_on_more_than_luck_explain
 
 
 def judged(*totals: tuple[float, float, float]) -> list[JudgedGold]:
-    """What a gold, an empty and a wrong answer earn on each problem."""
+    """Rewards of a gold, an empty and a wrong answer on each problem."""
     return [JudgedGold(Problem(str(i), ""), ("7",), *row[:2], row[2:]) for i, row in enumerate(totals)]
 
 
@@ -144,9 +135,9 @@ def test_gold_answers_that_trifles_outrank_on_most_problems_are_lacking() -> Non
 def test_problems_on_which_every_text_earns_the_full_reward_are_told_from_gold_that_earns_nothing() -> None:
     full, sound, none = (1.0, 1.0, 1.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.0)
     open_, unpaid = judged(full, full, sound), judged(none, none, sound)
-    assert _paid_whatever(open_[:2], [*full, *sound], 1e-9) == open_[:2]
-    assert not _paid_whatever(unpaid[:2], [*none, *sound], 1e-9)
-    assert not _paid_whatever(judged(none), none, 1e-9)
+    assert _whatever_is_said(open_[:2], [*full, *sound], 1e-9) == open_[:2]
+    assert not _whatever_is_said(unpaid[:2], [*none, *sound], 1e-9)
+    assert not _whatever_is_said(judged(none), none, 1e-9)
 
 
 def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None:
@@ -154,7 +145,7 @@ def test_a_gold_answer_without_the_form_that_pays_a_little_is_no_fault() -> None
 
 
 def spread(values: list[float], gold: float | None):
-    """What 64 groups of four completions come to that earn these in turn."""
+    """The spread findings for 64 groups of four completions with these rewards."""
     rewards = [tuple(Reward(value) for value in values)] * 64
     groups = [Group(Problem(str(i), ""), (), (), earned) for i, earned in enumerate(rewards)]
     config = schooled_config()
@@ -189,7 +180,7 @@ TASKS = [
 
 @pytest.mark.parametrize("options", TASKS, ids=lambda options: " ".join(map(str, options.values())))
 def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schooled setup with another task's problems: no model is asked, so that none has to know them."""
+    """The schooled setup with another task's problems. No model is used."""
     setup = build_subject(schooled_config(OWN))
     try:
         other = build_task(**options)
@@ -226,8 +217,8 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
     problem = Problem("1", "1", "1")
     against = [JudgedGold(problem, ("1",), gold=-1.0, empty=0.0, others=(0.0, 0.0))] * 4
     for_all = [JudgedGold(problem, ("1",), gold=1.0, empty=1.0, others=(1.0, 1.0))] * 4
-    assert _paid_whatever(against, [-1.0, 0.0], 1e-9) == []
-    assert _paid_whatever(for_all, [0.0, 1.0], 1e-9) == for_all
+    assert _whatever_is_said(against, [-1.0, 0.0], 1e-9) == []
+    assert _whatever_is_said(for_all, [0.0, 1.0], 1e-9) == for_all
 
 
 @pytest.mark.parametrize(
@@ -238,7 +229,7 @@ def test_a_reward_of_the_wrong_sign_is_not_one_that_pays_for_anything() -> None:
 def test_a_cliff_lies_below_what_a_right_answer_earns(
     gold: float, lowest: float, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collection, "more_groups", lambda setup, code, doubtful: setup.groups)
+    monkeypatch.setattr(evidence, "more_groups", lambda setup, code, doubtful: setup.groups)
     setup = SimpleNamespace(groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
     found = [*_cliff(setup, [gold], load_thresholds())]
     assert [finding.code for finding in found] == ["reward/cliff"] * named

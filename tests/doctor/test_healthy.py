@@ -1,6 +1,6 @@
 """Healthy configurations that differ in seed, loss, weights, placement, estimator, controller and reference.
 
-None of them may raise an error or a warning: an alarm that cries at healthy runs is not listened to.
+None of them may have an error or a warning: users ignore an alarm with false positives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_no_alarm_on_a_healthy_configuration(name: str) -> None:
 
 
 def test_a_policy_whose_warm_start_was_cut_is_not_blamed_for_what_it_does_not_know_yet():
-    """A slow machine must not turn the shipped default into a sick one: its skill is noted and decides nothing."""
+    """A slow machine cuts the warm start of the default configuration. Its lack of skill is then only a note."""
     config = load_config({}, ["warmstart.steps=400", "task.skill=add", "rollout.max_completion_length=6"])
     diagnosis = preflight(config, warmstart_s=0.0)
     assert diagnosis.cut is not None

@@ -1,4 +1,4 @@
-"""Calls that are paid, on episodes that are written by hand."""
+"""Rewards for tool calls, on hand-written episodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def episode(a: int, b: int, result: str, asked: str | None = None, said: str = "5") -> Group:
-    """A problem, a call of its two numbers or of others, what it returned, and the answer after it."""
+    """A problem, a call with its two numbers or with others, the result, and the answer."""
     problem = Problem(f"max:{a},{b}", f"max {a} {b}=", answer=str(max(a, b)))
     call, reply, answer = encode(f"<larger> {asked or f'{a} {b}'} </larger>"), encode(f"\n{result}\n"), encode(said)
     tokens = (*call, *reply, *answer)
@@ -65,7 +65,7 @@ def setup_of(groups: Sequence[Group], task: Any = TASK, judge: Any = None) -> An
 
 
 def paying(pays: Callable[[Episode], float]) -> Any:
-    """The task with a reward of its own for the episode."""
+    """The task with its own reward of the episode."""
 
     def reward(problem: Problem, turns: Sequence[str]) -> Reward:
         from keel.envs.base import play_turns

@@ -1,4 +1,4 @@
-"""Guards, doctor and report judge a run by one table: what `doctor.thresholds` says holds for all of them."""
+"""Guards, doctor and report use the same thresholds, including those in `doctor.thresholds`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.small import small_config
 
 
 def recorded(folder: Path, overrides: list[str], metric: str, values: list[float], **files: Any) -> Path:
-    """A finished run whose metric took these values."""
+    """A finished run with these values of a metric."""
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(small_config(*overrides).to_dict()))
     more = {"tool/calls_mean": 1.0} if metric.startswith("tool/") else {}

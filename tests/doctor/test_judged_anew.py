@@ -1,4 +1,4 @@
-"""Figures that were there and not judged: unread weights, silent controllers, parts of noise, hot evaluations."""
+"""Figures that were measured but not judged before: unread weights, inactive controllers, noise, hot evaluations."""
 
 from __future__ import annotations
 
@@ -12,25 +12,22 @@ import torch
 from torch import nn
 
 from doctor.schooled import schooled_config
-from keel.base.types import Problem, Reward
+from keel.base.types import Reward
 from keel.doctor import keel_subject as doctor_setup
 from keel.doctor import preflight as preflight_module
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.measure import Measure
 from keel.doctor.preflight import preflight
-from keel.doctor.probes import evaluation, misfit, model
-from keel.doctor.probes.advantage import _amplified, _amplified_parts, amplification
+from keel.doctor.probes import misfit
+from keel.doctor.probes.advantage import _amplified, amplification
 from keel.doctor.probes.controller import steered as steered_findings
-from keel.doctor.probes.damaged import damaged_weights
 from keel.doctor.probes.evaluation import probe_evaluation
 from keel.doctor.probes.misfit import foreign_findings
-from keel.doctor.probes.model import _round_trip, run_together, unread
+from keel.doctor.probes.model import _rows_alike, damaged_weights, unread
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
-from keel.envs import Task
 from keel.envs.calls import TooManyHungCalls
 from keel.kl.controllers import RuleController
-from keel.models.tiny import character_tokenizer
 from keel.run.build import build_policy
 
 THRESHOLDS = load_thresholds()
@@ -62,21 +59,6 @@ def test_a_floor_is_no_growth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "unit", "codes"),
-    [(0.5, 1e-4, ["advantage/amplified"]), (0.0, 1e-4, []), (0.5, 0.5, []), (300.0, 5.0, [])],
-    ids=["noise beside its size", "small units", "a usual part", "a length"],
-)
-def test_parts_that_are_normalised_one_by_one(base: float, unit: float, codes: list[str]) -> None:
-    rewards = [Reward(0.0, {"part": base + unit * i / 4}) for i in range(4)]
-    groups = [SimpleNamespace(rewards=rewards, completions=rewards)] * 16
-    judge = SimpleNamespace(parts=[SimpleNamespace(name="part", weight=1.0)], remote=False)
-    built = SimpleNamespace(judge=judge, sampling=SimpleNamespace(num_generations=4))
-    config = schooled_config("reward.aggregate=normalised_sum")
-    setup: Any = SimpleNamespace(config=config, built=built, groups=groups, shared={}, budget=Budget(0.0))
-    assert [finding.code for finding in _amplified_parts(setup, THRESHOLDS)] == codes
-
-
-@pytest.mark.parametrize(
     ("base", "unit", "gold", "codes"),
     [
         (0.5, 1e-3, 1.0, ["advantage/amplified"]),
@@ -96,9 +78,9 @@ def test_a_reward_in_small_units_is_no_noise(base: float, unit: float, gold: flo
 
 
 def test_answers_of_another_column() -> None:
-    reward, problem = Reward(0.0), SimpleNamespace(answer="1026")
-    task = SimpleNamespace(multi_turn=False)
-    group = SimpleNamespace(rewards=[reward], problem=problem)
+    reward, problem = Reward(0.0), SimpleNamespace(answer="1026", key="0")
+    task = SimpleNamespace(multi_turn=False, gold_turns=lambda problem: [problem.answer])
+    group = SimpleNamespace(rewards=[reward], problem=problem, completions=[SimpleNamespace(text="7")])
     config = SimpleNamespace(data=SimpleNamespace(path="rows.jsonl"))
     setup: Any = SimpleNamespace(config=config, failures=(), run=SimpleNamespace(task=task), shared={}, groups=[group])
     sure = {"gold_share": 1.7, "entropy_share": 0.1, "parse_rate": 1.0}
@@ -113,110 +95,12 @@ def test_answers_of_another_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "back", "severity"),
-    [
-        ("7 units", "7units", "warning"),
-        ("7 units", "7 unit", "error"),
-        ("\u200b7", "7", None),
-        ("\ufeff7", "77", "error"),
-    ],
-    ids=["spaces", "a letter", "a sign that nobody sees", "more than that"],
-)
-def test_gold_answers_that_lose_only_their_spaces(units: str, back: str, severity: str | None) -> None:
-    class Units(Task):
-        name = "units"
-
-        def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-            return [Problem("a", "how many", units)]
-
-        def gold(self, problem: Problem) -> str:
-            return str(problem.answer)
-
-    texts = ["how many", units, "how", "many", "howmany"]
-    tokenizer = SimpleNamespace(
-        encode=lambda text, **_: [texts.index(text)],
-        decode=lambda ids, **_: " ".join(back if texts[i] == units else texts[i] for i in ids),
-    )
-    judge = SimpleNamespace(judge=lambda problem, answers: [Reward(float(answers[0] == [units]))], drain=lambda: None)
-    setup: Any = SimpleNamespace(
-        run=SimpleNamespace(task=Units()),
-        policy=SimpleNamespace(tokenizer=tokenizer),
-        config=schooled_config("reward.aggregate=sum"),
-        built=SimpleNamespace(judge=judge),
-    )
-    found = [(finding.code, finding.severity) for finding in _round_trip(setup, THRESHOLDS)]
-    assert found == [("model/tokenizer", severity)] * (severity is not None)
-
-
-def blanks(kind: str) -> Any:
-    """A tokenizer of characters that does something to blanks."""
-    from tokenizers import Regex, normalizers
-
-    tokenizer: Any = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789? \n")
-    core = tokenizer.backend_tokenizer
-    if kind == "takes them away":
-        core.normalizer = normalizers.Replace(Regex(r"\s"), "")
-    elif kind == "takes spaces away":
-        core.normalizer = normalizers.Replace(" ", "")
-    elif kind == "takes words together":
-        core.normalizer = normalizers.Replace(Regex(r"\s+(?=\w)"), "")
-    elif kind == "one for many":
-        core.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")])
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    ("kind", "named"),
-    [
-        ("takes them away", True),
-        ("takes words together", True),
-        ("keeps them", False),
-        ("one for many", False),
-    ],
-)
-def test_words_that_run_together_on_their_way_into_tokens(kind: str, named: bool) -> None:
-    evidence = run_together(blanks(kind), ["min 4 1?", "how  many\nare 7 and 8?", "alone"])
-    assert (evidence is not None) == named
-    assert evidence is None or "'min41?'" in evidence
-
-
-@pytest.mark.parametrize(
-    ("texts", "entropy", "written"),
-    [
-        (["is 7", "it 8"], 0.1, True),
-        (["is 7", "it8"], 0.1, True),
-        (["is7", "it8"], 0.1, False),  # trained on texts that were run together
-        (["is 7", "it 8"], 5.0, False),  # noise holds blanks too
-    ],
-)
-def test_a_model_that_was_trained_on_blanks_writes_them(
-    monkeypatch: pytest.MonkeyPatch, texts: list[str], entropy: float, written: bool
-) -> None:
-    tokenizer = blanks("keeps them")
-    completions = [SimpleNamespace(tokens=tuple(tokenizer.encode(text, add_special_tokens=False))) for text in texts]
-    setup: Any = SimpleNamespace(
-        groups=[SimpleNamespace(completions=completions)] * 16,
-        policy=SimpleNamespace(tokenizer=tokenizer),
-        vocabulary=len(tokenizer),
-    )
-    monkeypatch.setattr(model, "more_groups", lambda setup, code, undecided: setup.groups)
-    monkeypatch.setattr(model, "golds", lambda setup: [None])
-    monkeypatch.setattr(model, "read_golds", lambda setup: SimpleNamespace(entropy=entropy))
-    assert model.writes_blanks(setup, THRESHOLDS) == written
-
-
-def test_single_words_tell_nothing_of_blanks() -> None:
-    assert run_together(blanks("takes spaces away"), ["alone", "min 4\n1?"]) is not None  # lines may be kept
-    assert run_together(blanks("takes them away"), ["alone", "4+1?"]) is None
-
-
-@pytest.mark.parametrize(
     ("damage", "named"),
     [
         ("rows", "one and the same row"),
-        ("bits", "3 different values"),
+        ("bits", "different values"),
         ("cut", "at the largest value"),
-        ("pruned", "that are zero"),
+        ("pruned", "are zero"),
         ("half pruned", None),
         ("none", None),
     ],
@@ -239,62 +123,9 @@ def test_weights_that_cannot_be_what_was_trained(damage: str, named: str | None)
             elif "pruned" in damage:
                 left = 0.5 if damage == "half pruned" else 0.1
                 parameter.data *= parameter.abs() >= parameter.abs().quantile(1 - left)
-        found = damaged_weights(setup)
+        found = _rows_alike(setup) or damaged_weights(setup)
         assert (found is None) == (named is None)
         assert found is None or str(named) in found[0]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "stopped", "gold", "temperature", "filtered", "meant", "severity"),
-    [
-        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, True, "error"),
-        ((3, 7, 7, 7, 7, 7), "eos", "8", 1.0, False, True, None),
-        ((7, 3, 7, 4, 7, 5, 7, 6, 7), "length", "8", 1.0, False, True, None),
-        ((3, 7, 7, 7, 7, 1), "length", "8", 1.0, False, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "77777", 1.0, False, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "8", 0.3, False, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, True, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", None, 1.0, False, True, None),
-        ((3, 7, 7, 7, 7, 7), "length", "8", 1.0, False, False, None),
-    ],
-    ids=[
-        "a loop",
-        "that ends",
-        "a list",
-        "beyond an end",
-        "as it is asked for",
-        "of cold draws",
-        "of a filter",
-        "of unknown answers",
-        "of the engine's",
-    ],
-)
-def test_a_model_that_is_caught_in_loops(
-    monkeypatch: pytest.MonkeyPatch,
-    tokens: tuple[int, ...],
-    stopped: str,
-    gold: str | None,
-    temperature: float,
-    filtered: bool,
-    meant: bool,
-    severity: str | None,
-) -> None:
-    completion = SimpleNamespace(tokens=tokens, action=(True,) * len(tokens), stop_reason=stopped, text="377777")
-    logits = torch.zeros(len(tokens), 10)
-    logits[torch.arange(len(tokens)), torch.tensor(tokens)] = 5.0 if meant else -5.0
-    setup: Any = SimpleNamespace(
-        groups=[SimpleNamespace(problem=Problem("1", "?"), completions=[completion] * 4)] * 16,
-        batch=SimpleNamespace(completions=[completion]),
-        each_logits=lambda: [(0, logits)],
-        run=SimpleNamespace(task=SimpleNamespace(gold_turns=lambda problem: [gold] if gold else [])),
-        policy=SimpleNamespace(
-            eos_ids=(1,), tokenizer=SimpleNamespace(encode=lambda text, **_: [int(sign) for sign in text])
-        ),
-        sampling=SimpleNamespace(temperature=temperature, filtered=filtered),
-    )
-    monkeypatch.setattr(misfit, "more_groups", lambda setup, code, undecided: setup.groups)
-    found = [*misfit.looping_findings(setup, THRESHOLDS)]
-    assert [(f.code, f.severity) for f in found] == [("output/random-weights", severity)] * bool(severity)
 
 
 @pytest.mark.parametrize(
@@ -326,37 +157,6 @@ def test_weights_that_are_no_numbers_are_named_where_samples_may_be_stale(monkey
     with pytest.warns(RuntimeWarning, match="not finite"):
         diagnosis = preflight(schooled_config("rollout.max_staleness=1"))
     assert diagnosis.findings[0].code == "scoring/non-finite"
-
-
-@pytest.mark.parametrize(
-    ("held_out", "paid", "codes"),
-    [("{} apples", "{} apples", ["eval/train-gap"]), ("{} apples", "{}", []), ("{}", "{}", []), ("p{}q", "", [])],
-    ids=["with a unit, as a text", "with a unit, by its value", "alike", "no number"],
-)
-def test_held_out_answers_in_another_form(
-    monkeypatch: pytest.MonkeyPatch, held_out: str, paid: str, codes: list[str]
-) -> None:
-    trained, kept = ([Problem(f"{n}", "?", form.format(n)) for n in range(9)] for form in ("{}", held_out))
-    task = SimpleNamespace(
-        prompts_only=False,
-        multi_turn=False,
-        sample=lambda count, **_: trained,
-        held_out=lambda count: kept,
-        gold_turns=lambda problem: [problem.answer],
-    )
-    setup: Any = SimpleNamespace(
-        run=SimpleNamespace(task=task),
-        built=SimpleNamespace(judge=SimpleNamespace(remote=False)),
-        config=schooled_config(),
-        failures=(),
-    )
-
-    def totals(setup: Any, problem: Problem, episodes: Any) -> list[float]:
-        right = {str(problem.answer), paid.format(problem.key)} if problem in kept else {str(problem.answer)}
-        return [float(turns[-1] in right) for turns in episodes]
-
-    monkeypatch.setattr(evaluation, "totals_of", totals)
-    assert [finding.code for finding in evaluation.form_findings(setup)] == codes
 
 
 def test_an_evaluation_of_noise() -> None:

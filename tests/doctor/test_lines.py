@@ -1,4 +1,4 @@
-"""Lines that grow: reading piece by piece must give what one read of the whole file gives, whatever was done to it."""
+"""Growing files: incremental reads must return what one read of the whole file returns, after any changes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ACTIONS = st.lists(
 
 
 def act(path, action, value):
-    """What a trainer, a kill or a resume does to the file."""
+    """Change the file as a trainer, a kill or a resume does."""
     if action == "append":
         with path.open("ab") as file:
             file.write("".join(f"{line}\n" for line in value).encode("utf-8", "replace"))
@@ -62,7 +62,7 @@ def test_reading_what_grows_is_reading_the_whole(tmp_path_factory, actions, limi
 
 
 def test_only_what_is_new_is_read(tmp_path, monkeypatch):
-    """A poll of a long file reads its last bytes: those that tell it is the same file, and what was appended."""
+    """A poll of a long file reads only the mark before the position and the appended lines."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "x": 0.5}) + "\n" for step in range(5000)))
     growing = GrowingLines(path)

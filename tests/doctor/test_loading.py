@@ -1,4 +1,4 @@
-"""Weights in the wrong place, found by putting them back; weights in the right one stay where they are."""
+"""Misplaced weights are found by restoring them, and correct weights are not reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig, GraniteForCausalLM, MistralConfig, Qwen2Config
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from doctor.schooled import fresh_model, schooled_config
 from keel.base.types import Problem
@@ -35,29 +35,10 @@ def keys_for_values(model: Any) -> None:
         )
 
 
-def transposed_outputs(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data.t().contiguous()
-
-
 def transposed_squares(model: Any) -> None:
     for layer in model.model.layers:
         for module in (layer.self_attn.q_proj, layer.self_attn.o_proj):
             module.weight.data = module.weight.data.t().contiguous()
-
-
-def split_as_if_queries_came_first(model: Any) -> None:
-    """Of two heads of keys: their queries, keys and values lay behind each other in one matrix."""
-    for layer in model.model.layers:
-        parts = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
-        rows = torch.cat([torch.cat([p.data[i * len(p) // 2 : (i + 1) * len(p) // 2] for p in parts]) for i in (0, 1)])
-        for parameter, part in zip(parts, rows.split([len(p) for p in parts]), strict=True):
-            parameter.data = part.contiguous()
-
-
-def another_activation(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.act_fn = nn.Sigmoid()
 
 
 def wider_heads(model: Any) -> None:
@@ -66,18 +47,15 @@ def wider_heads(model: Any) -> None:
         setattr(owner, name, value)
 
 
+def another_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Sigmoid()
+
+
 FAULTS: dict[Callable[[Any], None], str] = {
     exchanged_layers: "layers 0 and 1 exchanged",
     keys_for_values: "k_proj.weight and self_attn.v_proj.weight of all layers exchanged",
-    transposed_outputs: "o_proj.weight of all layers transposed",
     transposed_squares: "q_proj.weight and self_attn.o_proj.weight of all layers transposed",
-    split_as_if_queries_came_first: "from one matrix group by group",
-}
-
-
-SETTINGS: dict[Callable[[Any], None], str] = {
-    another_activation: "silu for the activation",
-    wider_heads: "heads of 6 in place of 12 dimensions",
 }
 
 
@@ -99,7 +77,7 @@ def test_weights_in_their_place_are_left_there(lora: str) -> None:
 
 
 def granite() -> nn.Module:
-    """A model whose attention is scaled by a number of its own."""
+    """A model with its own scale of attention."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     return GraniteForCausalLM(GraniteConfig(vocab_size=40, num_key_value_heads=2, attention_multiplier=0.01, **sizes))
@@ -128,8 +106,11 @@ def test_a_model_without_layers_has_nothing_to_exchange() -> None:
     assert not list(changes(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("fault", SETTINGS, ids=lambda fault: fault.__name__)
-def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize(
+    ("fault", "fix"),
+    [(another_activation, "silu for the activation"), (wider_heads, "heads of 6 in place of 12 dimensions")],
+)
+def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any], None], fix: str) -> None:
     model, _ = fresh_model()
 
     def logits() -> torch.Tensor:
@@ -139,28 +120,9 @@ def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any
     right = logits()
     fault(model)
     assert not torch.allclose(logits(), right)
-    cause, settings = next((cause, settings) for what, cause, settings in changes(model) if what == SETTINGS[fault])
-    with torch.no_grad(), set_for_a_while(settings):
+    settings = next(settings for what, _, settings in changes(model) if what == fix)
+    with set_for_a_while(settings):
         assert torch.allclose(logits(), right, atol=1e-5)
-    assert "settings" in cause
-
-
-@pytest.mark.parametrize("build", [MistralConfig, Qwen2Config], ids=["mistral", "qwen2"])
-def test_a_window_is_left_out(build: Any) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    window = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
-    config = build(vocab_size=40, num_key_value_heads=2, max_position_embeddings=64, **sizes, **window)
-    torch.manual_seed(0)
-    narrow = AutoModelForCausalLM.from_config(config).eval()
-    whole = AutoModelForCausalLM.from_config(build(vocab_size=40, num_key_value_heads=2, **sizes)).eval()
-    whole.load_state_dict(narrow.state_dict())
-    tokens = torch.arange(3, 15)[None]
-    (settings,) = (settings for what, _, settings in changes(narrow) if "window of 3" in what)
-    with torch.no_grad():
-        before = narrow(input_ids=tokens).logits
-        with set_for_a_while(settings):
-            assert torch.allclose(narrow(input_ids=tokens).logits, whole(input_ids=tokens).logits, atol=1e-5)
-        assert torch.equal(narrow(input_ids=tokens).logits, before)
 
 
 def test_an_adapter_is_switched_off_once_it_does_something() -> None:
@@ -193,7 +155,7 @@ def test_answers_that_nothing_stands_before_have_a_likelihood() -> None:
 
 
 def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
-    """A model that writes the commonest answer whatever it is asked finds these likelier than one that reads."""
+    """A model that ignores the question may still assign a high probability to the most common answer."""
 
     def tells(answers: list[int], logp: float) -> bool:
         problems = [Problem(str(i), "", answer) for i, answer in enumerate(answers)]
@@ -209,7 +171,7 @@ def test_one_answer_for_all_questions_says_nothing_of_weights() -> None:
 def test_what_was_set_is_put_back_where_memory_ends() -> None:
     model, _ = fresh_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    settings = next(settings for what, _, settings in changes(model) if "one matrix" in what)
+    settings = next(settings for what, _, settings in changes(model) if "exchanged" in what)
     *chosen, (owner, name, _) = settings()
     with pytest.raises(TypeError), set_for_a_while(lambda: [*chosen, (owner, name, "no tensor")]):
         pass

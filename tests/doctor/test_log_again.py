@@ -1,4 +1,4 @@
-"""What comes back in a log, stops at one step, or cannot be: the code that is said first, and what is left alone."""
+"""Repeated, frozen or impossible values in a log: the code that comes first, and healthy look-alikes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def run(**changes: object) -> History:
 
 
 def peer(**changes: object) -> History:
-    """A peer's log, whose options are not known."""
+    """Another trainer's log with unknown options."""
     return run(source="verl", config={}, evaluations=(), **changes)
 
 
 def also(base: History, name: str, *values: float) -> History:
-    """A metric more: one value a step, or a few at even distances."""
+    """A further metric, with one value per step or a few at equal intervals."""
     places = np.linspace(1, STEPS, len(values))
     return replace(base, series={**base.series, name: Series.of(zip(places, values, strict=True))})
 
@@ -47,14 +47,14 @@ def without(base: History, *names: str) -> History:
 
 
 def unpaid(base: History, steps: range, value: float = 0.0) -> History:
-    """Batches at which all completions earn one value."""
+    """Batches in which all completions earn one value."""
     base = altered(EQUAL, lambda s, w: 1.0 if s in steps else w, base)
     base = altered(SPREAD, lambda s, w: 0.0 if s in steps else w, base)
     return altered(REWARD, lambda s, w: value if s in steps else w, base)
 
 
 def drifting(norm: float, far: float = 2.0) -> History:
-    """A policy that goes away and loses, under gradients of one size."""
+    """A policy that drifts and loses reward, with gradients of constant size."""
     base = altered(
         NORM, lambda s, w: norm * w, altered(REWARD, lambda s, w: 0.5 - 0.001 * s + 0.02 * math.sin(7 * s), run())
     )
@@ -62,7 +62,7 @@ def drifting(norm: float, far: float = 2.0) -> History:
 
 
 def repeated(base: History, begin: int, stretch: int, until: int = STEPS) -> History:
-    """A log whose lines come back from a line on."""
+    """A log that repeats its lines from some line on."""
     for name, series in base.series.items():
         lines = [n if n < begin or n >= until else begin + (n - begin) % stretch for n in range(len(series))]
         base = replace(base, series={**base.series, name: Series(series.steps, tuple(series.values[n] for n in lines))})
@@ -76,35 +76,33 @@ def in_parts(accuracy: list[float], base: History | None = None) -> History:
 
 
 def accuracies(gone: int, over: int = 1) -> list[float]:
-    """A part that is lost from a step on, within so many steps."""
+    """A part of the accuracy is lost from a step on, within a number of steps."""
     return [max(0.0, 0.5 + 0.02 * math.sin(5 * s) - 0.6 * max(0, s - gone) / over) for s in range(STEPS)]
 
 
 def apart(spells: int, share: float) -> History:
-    """A policy that loses a share of its reward for a while, so many times, with the KL that goes with it."""
+    """A policy that loses a share of its reward several times for a while, with a matching KL."""
     away = {s for n in range(spells) for s in range(20 + 30 * n, 32 + 30 * n)}
     base = altered(REWARD, lambda s, w: (1 - share) * w if s in away else w, run())
     base = altered(ENTROPY, lambda s, w: w * (1 + 2 * share) if s in away else w, base)
     return altered(KL, lambda s, w: w + 4 * share if s in away else w, base)
 
 
+def copied(base: History) -> History:
+    """A policy that writes one text only from a step on."""
+    base = altered(ENTROPY, lambda s, w: w if s < 60 else 0.03 + 0.003 * math.sin(3 * s), base)
+    base = altered(LENGTH, lambda s, w: w if s < 60 else 20 + 0.3 * math.sin(s), base)
+    base = altered(EQUAL, lambda s, w: w if s < 60 else 0.97, base)
+    return altered(REWARD, lambda s, w: w if s < 60 else 0.2 + 0.01 * math.sin(5 * s), base)
+
+
 SAW = altered(KL, lambda s, w: 0.1 * (s % 15) / 15 * (1 + 0.05 * math.sin(9 * s)) + 1e-6, peer())
 
 FOUND = {
     "a policy that is lost and comes back": ("run/shift", apart(3, 0.9)),
-    "every fourth batch unpaid": ("reward/failed", unpaid(run(), range(3, STEPS, 4))),
-    "every tenth batch paid in full": ("reward/failed", unpaid(run(), range(3, STEPS, 10), 1.0)),
-    "unpaid batches by the mean alone": (
-        "reward/failed",
-        without(unpaid(peer(), range(2, STEPS, 5), -1.0), EQUAL, SPREAD, "reward/std"),
-    ),
+    "an entropy that is gone at one step": ("entropy/collapse", copied(peer())),
     "a part that nobody judges any more": ("reward/failed", in_parts(accuracies(60))),
-    "moved without a gradient": ("loss/no-gradient", drifting(1e-7)),
-    "the same lines over and over": ("optim/no-update", repeated(run(), 40, 9)),
-    "the same lines over and over, by one figure": (
-        "optim/no-update",
-        repeated(replace(peer(), series={REWARD: run().series[REWARD]}), 40, 9),
-    ),
+    "a part that was never paid": ("reward/failed", in_parts([0.0] * STEPS)),
     "at the limit, and nothing counts as cut": (
         "output/truncated",
         altered(LENGTH, lambda s, w: 64.0, altered(CUT, lambda s, w: 0.0, run())),
@@ -139,6 +137,7 @@ WELL = {
     "an unpaid batch or two": unpaid(run(), range(40, 45, 4)),
     "batches that earn the same, of groups that differ": altered(REWARD, lambda s, w: 0.1 if s % 10 == 0 else w, run()),
     "a part that is at its top": in_parts([min(0.5, 0.1 + 0.01 * s + 0.01 * math.sin(5 * s)) for s in range(STEPS)]),
+    "a part that is paid in full": in_parts([1.0] * STEPS),
     "a part that is lost little by little": in_parts(accuracies(40, 50)),
     "small gradients under which much is learned": altered(NORM, lambda s, w: 1e-7 * w, without(run(), EQUAL, SPREAD)),
     "small gradients, and hardly a move": drifting(1e-7, 0.01),

@@ -1,4 +1,4 @@
-"""Logs of other trainers in every form that they come in: names, exports, file loggers, consoles, W&B's folders."""
+"""Logs of other trainers in every format: metric names, exports, file loggers, console output, W&B folders."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_history_of_wandb_leaves_out_what_was_not_logged(tmp_path):
 
 
 def wandb_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """As W&B writes it: records of a LevelDB log behind seven bytes, cut where a block ends."""
+    """A W&B file: LevelDB records after seven bytes, split at block ends."""
     from wandb.proto import wandb_internal_pb2
 
     data, block = b":W&B\x2b\xa5\x00", 32768
@@ -284,7 +284,7 @@ def test_runs_below_a_folder_are_listed_once(tmp_path):
 
 
 def test_a_rate_that_three_decimals_round_to_0_is_no_rate_of_0(tmp_path):
-    """verl's console printed `{value:.3f}` of everything for years."""
+    """verl's console used `{value:.3f}` for every metric for years."""
     rewards = [0.2 + 0.005 * step + 0.02 * (step % 3) for step in range(1, 61)]
     lines = [
         f"step:{step} - actor/lr:0.000 - actor/kl_loss:{0.0001 * step:.3f} - critic/score/mean:{reward:.3f} - "

@@ -1,4 +1,4 @@
-"""What a log shows by its shapes: one figure of a healthy run changed, the code that is said first, and what is not."""
+"""Checks by the shape of metrics: one metric of a healthy run is changed, and the first code is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doctor.histories import altered, configured, evaluation, healthy
 from doctor.simulated import noise
 from keel.doctor.checks import check_history
 from keel.doctor.checks.base import Log
-from keel.doctor.checks.evaluation import MOST_COMPLETIONS, _completions, _counted, coins
+from keel.doctor.checks.evaluation import MOST, _completions
 from keel.doctor.history import History, Series
 from keel.doctor.names import derived
 from keel.doctor.shapes import course, ends, fall, few_trend, trend
@@ -27,7 +27,7 @@ LIMITS = load_thresholds()
 
 
 def logged(base: History, name: str, value: Callable[[float], float]) -> History:
-    """A metric more, at the steps of the reward."""
+    """A further metric, at the steps of the reward."""
     steps = base.series[REWARD].steps
     return replace(base, series={**base.series, name: Series.of((step, value(step)) for step in steps)})
 
@@ -48,19 +48,19 @@ def unrecorded(base: History, *names: str) -> History:
 
 
 def unmeasured() -> History:
-    """Without what is known of the sampler."""
+    """The run without metrics of the sampler."""
     return unrecorded(healthy(), "kl/sampler_policy/k3/mean", "logp/sampler_gap_max")
 
 
 def without_steps(base: History, name: str, *steps: int) -> History:
-    """A metric that some lines leave out."""
+    """A metric that some lines omit."""
     was = base.series[name]
     rest = Series.of(pair for pair in zip(was.steps, was.values, strict=True) if pair[0] not in steps)
     return replace(base, series={**base.series, name: rest})
 
 
 def steered(controller: str, steps: int = 80, **options: float) -> History:
-    """A policy that drifts as far as β lets it, and earns by how far it went, under one of Keel's controllers."""
+    """A run with one of Keel's controllers: the drift depends on β, and the reward on the drift."""
     rule, kl = get_controller(controller)(0.01, target=0.02, **options), 0.0
     kls, betas, state = dict[int, float](), dict[int, float](), rule.init()
     for step in range(1, steps + 1):
@@ -73,28 +73,28 @@ def steered(controller: str, steps: int = 80, **options: float) -> History:
 
 
 def overshot(**options: object) -> History:
-    """The run whose controller answers too late, with options changed."""
+    """The run with a controller that reacts too late, and changed options."""
     return configured(steered("dual", smoothing=0.9), **options)
 
 
 def falling(high: float, low: float) -> Callable[[int, float], float]:
-    """A KL that rises to `high` and wastes away."""
+    """A KL that rises to `high` and falls again."""
     return lambda step, was: max(low, high * min(1.0, step / 15) * (1.0 if step < 25 else 0.8 ** (step - 25)))
 
 
 def unclipped(base: History) -> History:
-    """Without what else is known of ratios."""
+    """The run without other metrics of ratios."""
     names = [name for name in base.series if name.startswith(("ratio/", "kl/old_policy"))]
     return unrecorded(base, *(name for name in names if name != "ratio/clip_high_fraction"))
 
 
 def nothing_right(step: int) -> dict[str, object]:
-    """An evaluation of 64 held-out problems of which none is right."""
+    """An evaluation of 64 held-out problems, none of them right."""
     return {"step": step, "task": "math", "split": "trained", "pass@1": 0.0, "ci95": [0.0, 0.06], "n": 64}
 
 
 def scored(*shares: float) -> History:
-    """A run of verl's with held-out accuracies at even distances."""
+    """A verl run with held-out accuracies at equal intervals."""
     base = healthy(120, 120, source="verl", config={}, evaluations=())
     points = Series.of((1 + 119 * i / (len(shares) - 1), share) for i, share in enumerate(shares))
     return replace(base, series={**base.series, "eval/math/acc": points})
@@ -105,19 +105,13 @@ def renamed(base: History, name: str, other: str) -> History:
 
 
 def traded(base: History) -> History:
-    """A part that falls while another pays for more than it lost."""
+    """One reward part falls while another one gains more."""
     base = logged(base, "reward/part/accuracy", lambda s: 0.4 - 0.003 * s + 0.01 * math.sin(7 * s))
     return logged(base, "reward/part/style", lambda s: 0.1 + 0.007 * s + 0.01 * math.sin(5 * s))
 
 
-def part_of(base: History, trained: Callable[[float], float]) -> History:
-    """The held-out score as a part of the reward, beside the same part of training."""
-    part = renamed(base, "eval/math/acc", "eval/part/accuracy")
-    return logged(part, "reward/part/accuracy", trained)
-
-
 def frozen(base: History) -> History:
-    """The same figures at every step from the twentieth on."""
+    """Constant metrics from the twentieth step on."""
     for name, series in base.series.items():
         base = altered(name, lambda step, was, row=series: was if step < 20 else row.values[19], base=base)
     return base
@@ -179,7 +173,6 @@ FAULTS = {
             altered("kl/beta", lambda s, w: 0.05 * math.exp(1.5 * math.sin(s / 3 - 1.5))),
         ),
     ),
-    "a β that grew for too long": ("kl/controller", steered("dual", smoothing=0.9)),
     "most of what was learned given back": (
         "reward/collapse",
         altered(
@@ -188,19 +181,11 @@ FAULTS = {
             healthy(steps=160),
         ),
     ),
+    "a rate that swings": ("optim/lr-too-high", altered(RATE, lambda s, w: 1e-6 * 10 ** math.sin(s / 3))),
     "ratios that never leave 1": (
         "loss/clip",
         altered("ratio/clip_high_fraction", lambda s, w: 0.0, unclipped(configured(loss__num_iterations=4))),
     ),
-    "a clip range of nothing": (
-        "loss/clip",
-        logged(
-            healthy(source="TRL", config={"loss": {"num_iterations": 4, "epsilon": 1e-9}}),
-            "ratio/clip_fraction",
-            lambda s: 0.3,
-        ),
-    ),
-    "a KL that jumps alone": ("run/shift", altered(KL, lambda s, w: w + 0.6 * (s > 30))),
     "held out at zero, in a run of Keel's": (
         "eval/train-gap",
         healthy(120, 120, evaluations=tuple(nothing_right(step) for step in (0, 40, 80, 120))),
@@ -228,10 +213,6 @@ FAULTS = {
         "kl/too-strong",
         altered(KL, lambda s, w: 1e-5 * s, flat(altered("kl/beta", lambda s, w: 20.0, healthy(24, 24)))),
     ),
-    "a KL on either side of 0": (
-        "kl/at-start",
-        renamed(altered(KL, lambda s, w: 0.1 * math.sin(2.3 * s)), KL, "kl/policy_ref/k1/mean"),
-    ),
     "more and more noise beside a bonus that is next to none": (
         "entropy/rising",
         altered(ENTROPY, lambda s, w: 1.2 + 0.05 * s, flat(configured(loss__entropy_coef=1e-4))),
@@ -240,11 +221,6 @@ FAULTS = {
         "eval/train-gap",
         logged(healthy(120, 120, source="verl", config={}, evaluations=()), "eval/math/acc", lambda s: 0.0),
     ),
-    "held out that falls within few evaluations": (
-        "eval/train-gap",
-        scored(0.45, 0.37, 0.29, 0.21, 0.173, 0.173, 0.173),
-    ),
-    "held out that falls in four evaluations": ("eval/train-gap", scored(0.3504, 0.2528, 0.1556, 0.1556)),
     "held out that stands still, of a name of its own": (
         "eval/train-gap",
         renamed(scored(*(0.4925,) * 6), "eval/math/acc", "eval/math/all/avg@1"),
@@ -266,7 +242,6 @@ FAULTS = {
         "optim/no-update",
         frozen(unrecorded(logged(healthy(source="prime-rl", config={}), "ratio/clip_fraction", lambda s: 0.01), KL)),
     ),
-    "a gradient next to nothing": ("loss/no-gradient", altered("grad/norm", lambda s, w: 3e-9 * w)),
     "an entropy that is gone, and nothing gained since": (
         "entropy/collapse",
         altered(
@@ -274,10 +249,6 @@ FAULTS = {
             lambda s, w: max(0.03, 1.2 - 0.015 * s),
             altered(REWARD, lambda s, w: 0.1 + 0.006 * min(s, 76) + 0.02 * math.sin(7 * s), healthy(steps=160)),
         ),
-    ),
-    "a part that falls in four evaluations": (
-        "eval/train-gap",
-        part_of(scored(0.4925, 0.40625, 0.32, 0.23375), lambda s: 0.3 + 0.003 * s + 0.02 * math.sin(7 * s)),
     ),
     "a length that is lost early": (
         "length/collapse",
@@ -429,7 +400,7 @@ def test_six_evaluations_tell_a_fall_by_a_line(values, clear):
 
 
 def evaluated(part: float, *evaluations: float, completions: int = 0) -> History:
-    """A run of TRL in which a part of the reward is paid, with held-out scores and that part beside them."""
+    """A TRL run in which a reward part is paid, with held-out scores of the total and of that part."""
     rows = {"eval/reward": evaluations, "eval/part/right": [part] * len(evaluations)}
     if completions:
         rows["other/eval_runtime"] = [8.0] * len(evaluations)
@@ -470,25 +441,13 @@ def test_what_chance_or_learning_explains_is_no_alarm(history):
     assert not codes & {"eval/train-gap", "output/unparseable"}
 
 
-def test_the_coins_of_a_share_are_the_fewest_that_its_digits_allow():
-    assert coins((0.5, 0.25)) == 4
-    assert coins((0.3, 0.2)) == 4  # as 0.25, to one digit
-    assert coins((0.333, 0.667)) == 3
-    assert coins((0.4523456, 0.1731234)) == 100
-
-
 def first(history: History) -> str:
     return next((f.code for f in check_history(history).findings if f.severity != "note"), "")
 
 
 @pytest.mark.parametrize("share", [5e-324, 1e-310, 1e-9, 0.25, 1.0])
 def test_a_share_of_next_to_nothing_is_one_of_many_completions(share: float) -> None:
-    assert 1 <= _completions(Log.of(healthy(), LIMITS), Series.of([(1, share), (2, share)])) <= MOST_COMPLETIONS
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan, -1.0, 1e308])
-def test_any_number_of_a_log_is_a_count(value: float) -> None:
-    assert 1 <= _counted(value, 100) <= 100
+    assert 1 <= _completions(Log.of(healthy(), LIMITS), Series.of([(1, share), (2, share)])) <= MOST
 
 
 def test_samples_that_are_known_to_be_old() -> None:
@@ -525,7 +484,7 @@ def test_a_figure_that_jumps_to_a_level_and_is_the_same_from_there_on() -> None:
     ids=["far too near", "too near", "far enough", "little gained"],
 )
 def test_a_reward_gains_no_more_than_the_kl_allows(kl: float, gain: float, named: bool) -> None:
-    """KL per completion is 30 times that of a token here; rewards of 0 and 1 have a range of 1."""
+    """The KL per completion is 30 times that of a token. Rewards of 0 and 1 have a range of 1."""
     near = altered("kl/policy_ref/k3/mean", lambda step, was: kl * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
     run = altered(REWARD, lambda step, was: 0.3 + gain * step / 60 + 0.02 * math.sin(7 * step), base=near)
     run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=run))
@@ -567,13 +526,11 @@ def test_a_few_held_out_problems_may_well_score_the_same() -> None:
 
 def test_the_last_evaluation_on_every_line_is_one_evaluation() -> None:
     run = logged(replace(healthy(), evaluations=()), "eval/accuracy", lambda step: 0.3047)
-    for figure, named in ((None, False), (lambda step: step // 30, False), (math.sin, True)):
-        held_out = run if figure is None else logged(run, "eval/loss", figure)
-        assert ("eval/train-gap" in [f.code for f in check_history(held_out).findings]) == named
+    assert "eval/train-gap" not in [f.code for f in check_history(run).findings]
 
 
 def test_without_a_range_of_rewards_the_kl_bounds_no_gain() -> None:
-    """Means from 0.3 to 0.7 may be of rewards of −100 to 100."""
+    """Mean rewards from 0.3 to 0.7 may come from rewards between −100 and 100."""
     near = altered(KL, lambda step, was: 1e-5 * (1 + 0.2 * math.sin(5 * step)) * (step > 1))
     assert first(unrecorded(near, "reward/std")) == "reference/follows"  # whose entropy falls by half
     run = altered("reward/std", lambda step, was: 0.15, base=altered(ENTROPY, lambda step, was: 1.2, base=near))

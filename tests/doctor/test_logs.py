@@ -1,4 +1,4 @@
-"""Logs by their course: what breaks is named first, and sound runs that look odd are left alone."""
+"""Simulated logs: faults are named first, and unusual healthy runs have no finding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def series(values: np.ndarray) -> Series:
 
 @pytest.mark.slow
 def test_sound_logs_are_accused_at_most_as_often_as_the_level_says():
-    """120 runs of every kind and trainer: more accusations than one in a hundred gives would be a wrong level."""
+    """120 runs of every kind and trainer. More false alarms than one in a hundred would contradict the level."""
     rng = np.random.default_rng(5)
     accused = [codes for kind in KINDS for _ in range(15) if (codes := alarms(simulate(rng, kind).history))]
     assert stats.binomtest(len(accused), 120, LEVEL, alternative="greater").pvalue > 0.05, accused
@@ -39,7 +39,7 @@ def test_sound_logs_are_accused_at_most_as_often_as_the_level_says():
 
 @pytest.mark.parametrize("shape", ["trend", "ends", "fall", "jump", "negative"])
 def test_a_shape_in_noise_alone_is_as_rare_as_its_chance_says(shape):
-    """Noise that remembers, some with heavy tails: a chance of 1 % or less comes in 1 % of the series at most."""
+    """Autocorrelated noise, partly heavy-tailed: a p-value of at most 1 % occurs in at most 1 % of the series."""
     rng = np.random.default_rng(3)
     tests = {
         "trend": lambda s: t.chance if (t := trend(s)) is not None else 1.0,
@@ -132,7 +132,7 @@ OPTIONS = [
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_log_ends_in_a_traceback(data):
-    """Any numbers under any names, events and rollouts of any form, options of any type."""
+    """Any numbers, names, events, rollouts and option types."""
     kinds = st.sampled_from(["stop", "rollback", "kl/final", "reward/failed", "guard/skipped", "tool/errors", None])
     events = data.draw(
         st.lists(

@@ -1,4 +1,4 @@
-"""The eight suspects of the multi-hop run: `configs/musique.yaml` on a stand-in, sound and with the known defects."""
+"""The eight suspects of the multi-hop run: `configs/musique.yaml` with a stand-in model, with and without faults."""
 
 from __future__ import annotations
 

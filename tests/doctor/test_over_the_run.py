@@ -1,4 +1,4 @@
-"""Options that no single step shows: what controllers, references, limits and warm-ups do over the steps of a run."""
+"""Faults that no single step shows: controllers, references, limits and warm-ups over the steps of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions that are lost, given away, held out and trained on, or asked outside of the model's template."""
+"""Questions that are lost, contain their answers, are both held out and trained on, or miss the chat template."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ import pytest
 
 from doctor.asked import asked
 from keel.base.types import Problem
-from keel.doctor.asking import CUT_SHORT, CUTS, SAID_OTHERWISE, _places, odd_marks, reworded
-from keel.doctor.probes.leaks import leak_findings, system_leaks
-from keel.doctor.probes.prompts import Prompt, _filled_twice, _leaks, _lost
-from keel.doctor.probes.repeats import eval_leak
-from keel.doctor.probes.written_out import written_out_findings
+from keel.doctor.asking import CUT_SHORT, CUTS, SAID_OTHERWISE, _places, reworded
+from keel.doctor.probes.problems import eval_leak, leak_findings, system_leaks
+from keel.doctor.probes.prompts import Prompt, _leaks, _lost, form_findings
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 
 LIMITS = load_thresholds()
-
-
-def test_plain_prompts_that_are_ended_are_named() -> None:
-    plain = ("data.chat_template=none", "data.allow_control_tokens=true")
-    for end in ("<eos>", ""):
-        subject = asked(CHAT_TEMPLATE, "", (), *plain, form=f"{{}}{end}", messages=False)
-        assert [verdict.codes for verdict in odd_marks(subject)] == [("prompt/format",)] * bool(end)
 
 
 def test_the_end_of_what_questions_share_is_tried() -> None:
@@ -94,8 +85,7 @@ def test_messages_that_were_rendered_are_not_put_into_the_template_again(
 ) -> None:
     setup = asked(CHAT_TEMPLATE, "", (), f"data.chat_template={template}")
     problems = [Problem(str(n), form.format(n)) for n in range(9)]
-    read = [Prompt(problem, (1, 2), str(problem.prompt)) for problem in problems]
-    assert [finding.code for finding in _filled_twice(setup, read)] == codes
+    assert [finding.code for finding in form_findings(setup, problems)] == codes
 
 
 @pytest.mark.parametrize(
@@ -127,7 +117,7 @@ def test_an_answer_is_found_where_tokens_give_no_spaces_back(said: str, codes: l
 
 
 def of_texts(rewrite: Any, limit: int = 100) -> list[Prompt]:
-    """Prompts of a token a character between two marks, of short and long questions."""
+    """Prompts with one token per character between two marks, for short and long questions."""
     questions = [f"min {n}{' 1 1 1' * (n % 3)}" for n in range(10, 42)]
     texts = [f"<q>{rewrite(question)}<a>" for question in questions]
     return [
@@ -203,7 +193,35 @@ def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is(
 
 def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:
     for form in ("{{{{1, {n}}}, {{3}}}}", "{{[{n}]: 1}}", "['\\d{n}', \"\\(x\"]"):
-        assert [*written_out_findings([Problem(f"{n}", form.format(n=n)) for n in range(16)])] == []
+        assert [*form_findings(asked(), [Problem(f"{n}", form.format(n=n)) for n in range(16)])] == []
     messages = [Problem(f"{n}", str([{"role": "user", "content": f"{n}"}])) for n in range(16)]
-    assert [finding.code for finding in written_out_findings(messages)] == ["prompt/format"]
+    assert [finding.code for finding in form_findings(asked(), messages)] == ["prompt/format"]
     assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        ("What is {0} + {0}?", None),
+        ("[{{'role': 'user', 'content': 'What is {0}?'}}]", "messages"),
+        ("b'What is {0}?'", "bytes"),
+        ("W\x00h\x00a\x00t\x00 \x00i\x00s\x00 \x00{0}", "another encoding"),
+        ("Combien coÃ»te {0}?", "another encoding"),
+        ("Combien coûte l'été {0}? São Paulo, naïve, Zürich – 北京", None),
+        ("What is it if {0} &lt; {0}1?", "escaped"),
+        ("One line.\\nWhat is {0}?", "escaped"),
+        ("print('{0}\\n')\nWhat is printed?", None),
+        ("[{0}, {0}] is sorted to?", None),
+        ("What is $\\theta$ if $\\tan\\theta \\neq {0}$?", None),
+        ("{{'role': {0}}} has which keys?", None),
+    ],
+)
+def test_questions_that_are_no_texts_are_named(form: str, named: str | None) -> None:
+    findings = [*form_findings(asked(), [Problem(f"{n}", form.format(n)) for n in range(10)])]
+    assert [finding.code for finding in findings] == ([] if named is None else ["prompt/format"])
+    assert all(named in finding.evidence for finding in findings if named is not None)
+
+
+def test_a_few_questions_about_markup_are_none() -> None:
+    forms = ["What does &lt; stand for, number {}?", "What is {} + 1?"]
+    assert [*form_findings(asked(), [Problem(f"{n}", forms[n % 2].format(n)) for n in range(10)])] == []

@@ -1,4 +1,4 @@
-"""Losses that read something else of old and new log-probabilities than their ratio at each token."""
+"""Losses that depend on old and new log-probabilities other than by their ratio at each token."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def by_p(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 
 def by_surprise(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: tokens weigh as much as they surprise."""
+    """Correct: tokens are weighted by their NLL."""
     return weighed(inputs, options, -inputs.old_logp)
 
 
 def by_doubt(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: tokens that are sure weigh less."""
+    """Correct: confident tokens have a smaller weight."""
     return weighed(inputs, options, (1 - inputs.logp.exp()) ** 2)
 
 
 def by_what_came_before(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound: the ratio of all tokens before, with none for the token itself."""
+    """Correct: the ratio of all earlier tokens, without the token itself."""
     step = (inputs.logp.detach() - inputs.old_logp) * inputs.mask
     return PolicyTerm(-(step.cumsum(-1) - step).exp() * inputs.advantages * inputs.logp, inputs.ratio())
 
 
 def for_long_rows(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
-    """Sound, and of no use for rows that it does not expect."""
+    """Correct, but raises on short rows."""
     if inputs.logp.shape[-1] < 100:
         raise ValueError("what is this?")
     return clipped(inputs, options)

@@ -1,4 +1,4 @@
-"""Logs as their writers leave them: a real TRL run, real event files, Keel's own run directory, tables."""
+"""Logs as written by their trainers: a real TRL run, real event files, Keel's run directory, tables."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from keel.doctor.checks import check_history
 from keel.doctor.examine import examine
 from keel.doctor.names import SHORT, TRAINERS, canonical
 from keel.doctor.readers import parse_map, read_history
-from keel.doctor.readers.training_args import read_training_args
+from keel.doctor.readers.trl import read_training_args
 from keel.loggers import JsonlLogger, MultiLogger, RunDirectory
 
 
 @pytest.fixture(scope="module")
 def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four GRPO steps of TRL itself on a model with random weights, whose every completion earns the same."""
+    """Four GRPO steps of TRL with random weights and equal rewards."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -97,7 +97,7 @@ def test_the_state_file_alone_and_trls_tensorboard_files_say_the_same(trl_run):
 
 
 def test_every_scalar_of_trl_that_a_check_reads_has_a_name(trl_run):
-    """The names in the table are TRL's own: each that this run could have logged is in its log."""
+    """The table contains TRL's own names: each name that this run can log is in its log."""
     state = json.loads((trl_run / "checkpoint-4" / "trainer_state.json").read_text())
     logged = set(state["log_history"][0])
     table = TRAINERS["TRL"]
@@ -105,8 +105,8 @@ def test_every_scalar_of_trl_that_a_check_reads_has_a_name(trl_run):
     elsewhere = ("sampling/", "policy_", "entropy_", "aux_", "cispo", "vespo", "tools/", "completion_", "eval")
     always = {n for n in table.metrics if "*" not in n and not n.startswith(elsewhere) and n != "clip_ratio"}
     assert always <= logged
-    unread = {name for name in logged - {"epoch", "step"} if table.find(name) is None}
-    assert not unread
+    neutral = {"epoch", "step", "num_tokens", "step_time", *(n for n in logged if n.endswith("/std"))}
+    assert not {name for name in logged - neutral if table.find(name) is None}
 
 
 def test_training_args_are_read_without_running_anything(tmp_path, trl_run):
@@ -249,7 +249,6 @@ def test_a_mapping_that_says_nothing_is_refused(text):
 def test_names_round_trip():
     assert canonical("train/rewards/accuracy/mean") == "reward/part/accuracy"
     assert canonical("kl/policy_ref/k3/mean") == "kl/policy_ref/k3/mean"
-    assert canonical("perf/mfu") == "other/perf/mfu"
     assert canonical("room/temperature") is None
     assert len(set(SHORT.values())) == len(SHORT)
 

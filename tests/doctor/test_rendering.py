@@ -1,20 +1,12 @@
-"""What a chat template's generation prompt is, by the template's own conversations."""
+"""The generation prompt of a chat template, derived from the template's own conversations."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from doctor.asked import asked
-from doctor.schooled import schooled_config
-from keel.base.errors import KeelError
-from keel.base.types import Problem
-from keel.doctor.asking import KNOWN, templates
-from keel.doctor.probes.gold_likelihood import drawn_golds, gold_or_none
+from keel.doctor.asking import KNOWN, MARK, known_form, templates
 from keel.doctor.rendering import turn_marks
-from keel.envs import Task
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES
 
@@ -85,37 +77,17 @@ def test_known_templates_are_tried_where_the_tokenizer_has_their_marks() -> None
 
 
 def test_what_a_generation_prompt_begins_of_an_answer_is_begun_in_other_templates_too() -> None:
-    zephyr = KNOWN["Zephyr"][1].removesuffix("{{ '<|assistant|>\\n' }}")
+    zephyr = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
     for opening in ("<think>\n", "So: ", ""):
         header = f"{{% if add_generation_prompt %}}{{{{ '<|assistant|>\n{opening}' }}}}{{% endif %}}"
         assert rendered(zephyr + header)["<|user|>…"].endswith(f"0 =<eos><|assistant|>{opening}")
 
 
-class Partly(Task):
-    """Every third problem has an answer; of the others one refuses, one was never written."""
-
-    def gold(self, problem: Problem) -> str:
-        if problem.key == "1":
-            raise KeelError("no answer here")
-        return super().gold(problem) if problem.key == "2" else "5"
-
-    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        return [Problem(str(i % 3), "2 + 3 =") for i in range(count)]
-
-
-def test_problems_without_a_gold_answer_are_left_out() -> None:
-    task, config, policy = Partly(), schooled_config(), SimpleNamespace(tokenizer=tiny_tokenizer(), context_length=None)
-    assert [gold_or_none(task, problem) for problem in task.sample(3, seed=0, step=0)] == [["5"], None, None]
-    setup: Any = SimpleNamespace(run=SimpleNamespace(task=task), config=config, policy=policy, shared={})
-    assert len(drawn_golds(setup, 9)) == 3
-
-
 @pytest.mark.parametrize("name", KNOWN)
-def test_each_known_template_holds_the_messages(name: str) -> None:
-    marks, template = KNOWN[name]
-    messages = [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}]
-    text = tiny_tokenizer().apply_chat_template(
-        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+def test_each_known_form_holds_the_messages_and_its_marks(name: str) -> None:
+    text = known_form(
+        name, tiny_tokenizer(), [{"role": "user", "content": "first"}, {"role": "user", "content": "second"}]
     )
     assert text.index("first") < text.index("second")
-    assert all(mark in text for mark in marks)
+    assert MARK.search(text)
+    assert "{" not in text

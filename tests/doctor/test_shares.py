@@ -1,4 +1,4 @@
-"""What the terms of a step do to the policy: closed forms, and faults that are options."""
+"""Effects of the loss terms on the policy: closed forms, and faulty options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def small(problem: Problem, text: str) -> Reward:
 
 
 def idle_model() -> tuple[Any, Any]:
-    """Only a weight that nothing computes with is trainable."""
+    """A model whose only trainable weight is unused."""
     model, tokenizer = schooled_model()
     model.requires_grad_(False)
     model.idle = torch.nn.Parameter(torch.ones(3))
@@ -56,7 +56,7 @@ def idle_model() -> tuple[Any, Any]:
 
 
 def frozen_model() -> tuple[Any, Any]:
-    """Only the norm of the first layer is trainable."""
+    """A model whose only trainable weight is the norm of the first layer."""
     model, tokenizer = schooled_model()
     model.requires_grad_(False)
     model.model.layers[0].input_layernorm.weight.requires_grad_(True)
@@ -64,7 +64,7 @@ def frozen_model() -> tuple[Any, Any]:
 
 
 def judged(config) -> list[Finding]:
-    """The findings of the probes that look at the update's terms."""
+    """The findings of the probes for loss terms."""
     setup = build_subject(config)
     probe_update(setup, LIMITS)
     probes = (probe_exploration, probe_objective, probe_reach, probe_balance, probe_limits)
@@ -173,7 +173,6 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("optim/no-update", [*DECAYED, "optim.learning_rate=2e-3", "optim.decay_steps=3"], "schedule"),
     ("optim/no-update", ["optim.eps=100"], "eps"),
     ("optim/no-update", ["optim.max_grad_norm=1e-10"], "max_grad_norm"),
-    ("optim/no-update", ["optim.max_grad_norm=1e-9", "run.max_steps=50000"], "max_grad_norm"),
     ("optim/no-update", ["model.lora={r: 4, alpha: 1.0e-6}"], "alpha"),
     ("optim/no-update", ["model.dtype=bfloat16", "optim.learning_rate=1e-6", "run.max_steps=5000"], "bfloat16"),
     ("optim/weight-decay", ["optim.weight_decay=100"], "decay"),
@@ -222,7 +221,7 @@ def test_a_term_out_of_balance_is_named_with_its_reason_and_its_advice_mends_it(
 
 
 def test_copies_without_a_reward_of_their_own_show_no_standstill() -> None:
-    """Signs that stand in for advantages take each other away on equal completions."""
+    """Random signs instead of advantages cancel each other on equal completions."""
     setup = build_subject(schooled_config("reward.warmup_steps=0"))
     with closing(setup.run):
         probe_update(setup, LIMITS)

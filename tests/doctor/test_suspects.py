@@ -1,4 +1,4 @@
-"""The table of hypotheses: each row decided by a finding, by a figure, or by neither."""
+"""The table of hypotheses: each row is decided by a finding, by a figure, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thresholds are data with reasons, and loosening one cannot be hidden."""
+"""Thresholds are data with reasons, and a loosened threshold is always reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are trained: next to none, or as many as a method that trains few has."""
+"""Trainable weights: almost none, or as many as parameter-efficient methods have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keel.doctor.probes.objective import weighed_by
-from keel.doctor.probes.trained import frozen_findings
+from keel.doctor.probes.reach import frozen_findings
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import tiny_model
 
@@ -36,6 +36,7 @@ def test_a_model_of_which_next_to_nothing_is_trained_is_named(trained: Any, name
 
 
 MASK = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+ADVANTAGE = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=torch.float64)[:, None].expand(4, 4)
 LENGTHS, PLACES = MASK.sum(-1, keepdim=True).double().expand(4, 4), (MASK.cumsum(-1) - 1).double()
 
 
@@ -43,6 +44,8 @@ LENGTHS, PLACES = MASK.sum(-1, keepdim=True).double().expand(4, 4), (MASK.cumsum
     ("push", "by"),
     [
         (torch.ones(4, 4).double(), ""),
+        ((ADVANTAGE - 0.25) / ADVANTAGE, "size of the advantage"),
+        (torch.where(ADVANTAGE > 0, 1.0, 0.5).double(), ""),
         (LENGTHS, "grows with the length"),
         (0.5 / LENGTHS, "falls with the length"),
         (0.3 ** (LENGTHS - 1 - PLACES), "distance from the end"),
@@ -52,6 +55,8 @@ LENGTHS, PLACES = MASK.sum(-1, keepdim=True).double().expand(4, 4), (MASK.cumsum
     ],
     ids=[
         "even",
+        "centred",
+        "less for what is bad",
         "a sum for a mean",
         "a mean twice",
         "discounted",
@@ -61,6 +66,6 @@ LENGTHS, PLACES = MASK.sum(-1, keepdim=True).double().expand(4, 4), (MASK.cumsum
     ],
 )
 def test_what_a_tokens_weight_depends_on(push: torch.Tensor, by: str) -> None:
-    found = weighed_by(MASK, push[MASK], load_thresholds())
+    found = weighed_by(MASK, push[MASK], ADVANTAGE[MASK], load_thresholds())
     assert by in found
     assert bool(found) == bool(by)

@@ -1,4 +1,4 @@
-"""What travels is compared with what it should be: prompts, texts, what an engine continues, weights, tokenizers."""
+"""Prompts, texts, weights, tokenizers and the prompts that an engine continues, each against the correct one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_fault_is_named_first(fault: str) -> None:
 
 
 def probed(*overrides: str) -> list[Finding]:
-    """What the measures of the model, of prompts and of what travels find, without the others."""
+    """The findings of the probes of the model, of prompts and of travel only."""
     subject = build_subject(schooled_config(*overrides))
     with closing(subject.run):
         outcomes = examine([m for m in MEASURES if m.name in TRAVEL], subject)

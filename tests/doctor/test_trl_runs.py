@@ -1,4 +1,4 @@
-"""Logs that TRL's own trainer wrote (bench/trl_runs.py): what is said of each."""
+"""Diagnoses of logs that TRL's own trainer wrote (bench/trl_runs.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantage scale, one update and truncation: hand-computed figures, and weights that come back bit for bit."""
+"""Advantage scale, one update and truncation: hand-computed figures, and exactly restored weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def setup() -> KeelSubject:
 
 
 def rewarded(setup: KeelSubject, *totals: float) -> KeelSubject:
-    """The same batch with other rewards, the same in every group."""
+    """The same batch with other rewards, equal in every group."""
     groups = tuple(replace(group, rewards=tuple(Reward(total) for total in totals)) for group in setup.groups)
     return replace(setup, batch=setup.pack(groups))
 
@@ -73,8 +73,9 @@ def test_an_update_is_measured_and_undone_bit_for_bit(setup: KeelSubject) -> Non
     assert all(parameter.grad is None for parameter in setup.policy.model.parameters())
     figures = outcome.figures
     # a small step: KL grows with its square
-    assert figures["kl_after_double"] / figures["kl_after"] == pytest.approx(4.0, rel=0.05)
-    assert figures["kl_after"] / figures["kl_after_half"] == pytest.approx(4.0, rel=0.05)
+    first, rate = setup.of_batch["update"], setup.run.optimizer.schedule(0)
+    assert first.kl(2 * rate) / figures["kl_after"] == pytest.approx(4.0, rel=0.05)
+    assert figures["kl_after"] / first.kl(rate / 2) == pytest.approx(4.0, rel=0.05)
     assert not outcome.findings
 
 
@@ -131,7 +132,7 @@ def test_lengths_of_an_ordinary_batch(setup: KeelSubject) -> None:
 
 
 def test_a_loss_scale_changes_nothing_but_the_precision(setup: KeelSubject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp16 multiplies the loss and the step divides by the same number: norm and KL are those of the gradient."""
+    """fp16 multiplies the loss and divides in the step by the same number, so norm and KL do not change."""
     plain = probe_update(setup, LIMITS).figures
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.zeros(()))

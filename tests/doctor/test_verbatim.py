@@ -1,4 +1,4 @@
-"""What a chat template does to messages, by its text alone."""
+"""Effects of a chat template on messages, from its text alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from contextlib import closing
 import pytest
 
 from doctor.schooled import schooled_config
-from keel.doctor.asking import KNOWN
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes.prompts import probe_prompts
-from keel.doctor.probes.verbatim import TALKS, odd_marks, written_wrongly
+from keel.doctor.probes.prompts import TALKS, probe_prompts, written_wrongly
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
@@ -26,14 +24,9 @@ WRONG = {
     "twice": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT} + {CONTENT}"),
     "in the opposite order": CHAT_TEMPLATE.replace(LOOP, "{% for message in messages[::-1] %}"),
 }
-ODD = {
-    "ends twice": CHAT_TEMPLATE.replace(END, " + eos_token + eos_token }}{% endfor %}"),
-    "never ends": CHAT_TEMPLATE.replace(END, " }}{% endfor %}"),
-}
 # Templates of other makers; marks that the tokenizer does not know are words to it.
 SOUND = {
     "its own": CHAT_TEMPLATE,
-    **{name: template for name, (_, template) in KNOWN.items()},
     "chatml": TEMPLATES["chatml"],
     "trimmed": CHAT_TEMPLATE.replace(CONTENT, f"({CONTENT} | trim)"),
     "plain words": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}{{ 'assistant:' }}",
@@ -60,18 +53,10 @@ def test_messages_that_are_changed(name: str) -> None:
     assert any(written_wrongly(renderer(WRONG[name]), talk) for talk in TALKS)
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_marks_that_are_missing_or_doubled(name: str) -> None:
-    used = renderer(ODD[name])
-    assert not any(written_wrongly(used, talk) for talk in TALKS)
-    assert odd_marks(used, [used.tokenizer.eos_token_id])
-
-
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_template_is_silent(name: str) -> None:
     used = renderer(SOUND[name])
     assert not any(written_wrongly(used, talk) for talk in TALKS)
-    assert odd_marks(used, [used.tokenizer.eos_token_id]) is None
 
 
 def test_digits_of_a_date_are_not_the_question() -> None:
@@ -83,13 +68,12 @@ def test_a_repeated_question_is_the_users_own() -> None:
     assert written_wrongly(renderer(CHAT_TEMPLATE), talk) is None
 
 
-def test_the_probe_names_it() -> None:
-    capitals = "{{ '<|' + message['role'] + '|>' + (message['content'] | upper) + eos_token }}"
+@pytest.mark.parametrize("content", [f"({CONTENT} | upper)", CONTENT], ids=["in capitals", "as it is"])
+def test_the_probe_names_it(content: str) -> None:
     setup = build_subject(schooled_config("data.chat_template=default"))
     with closing(setup.run):
-        setup.policy.tokenizer.chat_template = LOOP + capitals + "{% endfor %}" + GENERATION
+        turn = f"{{{{ '<|' + message['role'] + '|>' + {content} + eos_token }}}}"
+        setup.policy.tokenizer.chat_template = LOOP + turn + "{% endfor %}" + GENERATION
         found = probe_prompts(setup, load_thresholds()).findings
-        setup.policy.tokenizer.chat_template = CHAT_TEMPLATE
-        sound = probe_prompts(setup, load_thresholds()).findings
-    assert [f.code for f in found if "otherwise" in f.evidence] == ["prompt/format"]
-    assert not [f for f in sound if "the chat template writes" in f.evidence]
+    written = [finding.code for finding in found if "the chat template writes" in finding.evidence]
+    assert written == ["prompt/format"] * (content != CONTENT)

@@ -1,4 +1,4 @@
-"""A stand-in for the multi-hop model: it has seen some demonstrations, so that it calls, answers and is often wrong."""
+"""A stand-in for the multi-hop model. It has seen some demonstrations, so that it calls, answers and is often wrong."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def _taught(steps: int) -> tuple[Any, Any]:
 
 
 def taught_model() -> tuple[Any, Any]:
-    """A loader `doctor.worlds:taught_model`; every call gives the same weights in a copy of its own."""
+    """A loader `doctor.worlds:taught_model`. Every call returns the same weights in a new copy."""
     model, tokenizer = _taught(70)
     return copy.deepcopy(model), tokenizer
 
 
 def musique_config(*overrides: str) -> Config:
-    """`configs/musique.yaml` in its own settings of LoRA, loss, KL and optimizer, on the stand-in and its worlds."""
+    """`configs/musique.yaml` with its own LoRA, loss, KL and optimizer settings, on the stand-in and its worlds."""
     return load_config(CONFIGS / "musique.yaml", ["model.name=doctor.worlds:taught_model", *LITTLE, *overrides])

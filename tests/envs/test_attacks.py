@@ -121,6 +121,7 @@ MULTIHOP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [{}, {"tool_format": "json", "answer_style": "complete"}], ids=["tags", "json"])
 def test_multihop_pays_for_retrieval_and_citations_without_an_answer(form: dict[str, str]) -> None:
     exploits = exploit(build_task("multihop", retriever="golden", hops=2, **form), count=COUNT)

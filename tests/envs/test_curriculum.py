@@ -101,6 +101,7 @@ def test_shares_are_rounded_down_or_up_and_add_up(weights: list[float], count: i
         assert abs(share - count * weight / sum(weights)) < 1 + 1e-9
 
 
+@pytest.mark.slow
 def test_problems_are_drawn_as_often_as_their_probabilities_say() -> None:
     task = Levels()
     known = [group(f"easy:{i}", 1, 1) for i in range(8)] + [group(f"middle:{i}", 0, 1) for i in range(8)]

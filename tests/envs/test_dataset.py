@@ -153,7 +153,7 @@ def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         build_task("dataset", data={"path": "x", "columns": {"promt": "x"}})
     with pytest.raises(KeelError, match=r"give data\.path"):
         build_task("dataset")
-    monkeypatch.setattr("keel.envs.maths.has_math_verify", lambda: False)
+    monkeypatch.setattr("keel.envs.answers.has_math_verify", lambda: False)
     assert "pip install math-verify" in refused(tmp_path, sums(), answer="math")
 
 
@@ -215,6 +215,7 @@ def seen(problem: Problem, text: str) -> float:
     return float(problem.info["level"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("truncation", ["drop", "left"])
 def test_a_run_on_ones_own_file(tmp_path: Path, truncation: str) -> None:
     rows = [*sums(30), *({"question": "9" * 30 + f"{i}=", "answer": i, "level": 1} for i in range(30))]

@@ -333,6 +333,7 @@ def environment() -> str:
     return next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "(Episode)" in block)
 
 
+@pytest.mark.slow
 def test_an_environment_of_ones_own_takes_twenty_lines_and_trains(tmp_path: Path) -> None:
     code = environment()
     written = [line for line in code.splitlines() if line.strip() and not line.startswith(("from ", "import "))]

@@ -16,7 +16,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs import games
 from keel.envs.base import play_turns
-from keel.envs.games import Game, Messages, Outcome, RandomStream, SeededTask, users
+from keel.envs.games import Game, Messages, RandomStream, SeededTask, TurnResult, users
 from keel.envs.mixture import mixture
 from keel.envs.registry import get_task
 from keel.envs.validity import check
@@ -32,10 +32,10 @@ class Coin(Game):
         random.seed(problem.info["seed"])
         return users(self.opening())
 
-    def step(self, text: str) -> Outcome:
+    def step(self, text: str) -> TurnResult:
         self.turns += 1
         self.coin = random.choice("ht") + str(np.random.randint(2))
-        return Outcome(users(self.coin), float(text == "h") / 3, self.turns == 3)
+        return TurnResult(users(self.coin), float(text == "h") / 3, self.turns == 3)
 
     def close(self) -> None:
         self.closed += 1
@@ -45,6 +45,7 @@ def task(**options: Any) -> SeededTask:
     return SeededTask("coins", lambda problem: Coin(), player=lambda env, observation: "h", **options)
 
 
+@pytest.mark.slow
 def test_it_is_a_sound_task() -> None:
     coins = task()
     coins.check()

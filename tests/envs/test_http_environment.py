@@ -157,6 +157,7 @@ def test_what_is_sent_and_what_is_read(server: Scripted) -> None:
     assert server.asked[0][1]["held_out"] is True
 
 
+@pytest.mark.slow
 def test_the_example_is_a_sound_task(example: Any) -> None:
     check(build_task("http", url=example.url, player=PLAYER), count=2)
     assert example.episodes == {}  # all were closed
@@ -168,6 +169,7 @@ def test_check_task_finds_nothing_wrong_with_the_example(example: Any, capsys: p
     assert main(["check-task", "http", *options, "--samples", "2"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_examples_player_wins_in_the_turns_that_bisection_takes(example: Any) -> None:
     """The middle of ten digits is found at once, two in two turns, four in three, and the other three in four."""
     task = build_task("http", url=example.url, player=PLAYER)

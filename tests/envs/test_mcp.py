@@ -26,9 +26,9 @@ from keel.config import load_config
 from keel.envs import mcp
 from keel.envs.judge import Judge
 from keel.envs.registry import build_task
-from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import Toolbox
 from keel.envs.tools import Tool
+from keel.envs.with_tools import tools_of
 from keel.rollout import SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.render import Renderer
@@ -305,7 +305,7 @@ def test_over_http_also_when_the_server_comes_back() -> None:
 
 LEAVES = """
 import os, sys, time
-from keel.envs.tool_list import tools_of
+from keel.envs.with_tools import tools_of
 from keel.envs.episode import step_sync
 from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.base.types import Problem

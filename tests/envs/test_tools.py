@@ -16,9 +16,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.envs.registry import build_task
 from keel.envs.tool_calls import ToolCall, parse_calls, write_call
-from keel.envs.tool_list import tools_of
 from keel.envs.toolbox import MAX_CALLS, Toolbox
 from keel.envs.tools import Tool, coerce, tool
+from keel.envs.with_tools import tools_of
 
 PROBLEM = Problem("p", "?")
 RELEASE = threading.Event()

@@ -50,6 +50,7 @@ def contents(reply: Any) -> list[str]:
     return [message["content"] for message in reply]
 
 
+@pytest.mark.slow
 def test_it_is_a_sound_task_in_either_format() -> None:
     check(made("Digits", player=f"{HERE}:player"), count=2)
     check(made("Digits", player=f"{HERE}:tag_player", format="tags"), count=2)

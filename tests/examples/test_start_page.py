@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from keel.cli import main
-from keel.run.warmstart_cache import CACHE_SWITCH
+from keel.run.warmstart import CACHE_SWITCH
 
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 

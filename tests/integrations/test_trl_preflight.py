@@ -25,8 +25,8 @@ from integrations.trl_subjects import (
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.integrations import versions
-from keel.integrations.trl.preflight import PROBES, preflight
-from keel.integrations.trl.preflight.subject import check_trainer
+from keel.integrations.trl.preflight import MEASURES, preflight
+from keel.integrations.trl.preflight.trainer import check_trainer
 from keel.integrations.versions import TRL
 from keel.models.fingerprint import fingerprint
 
@@ -38,6 +38,7 @@ NAMED = (
     "beta taken away",
     "all frozen",
     "a stale sampler",
+    "a sampler of the opposite model",
     "an optimizer of a copy",
     "another end in the template",
     "a loss divided twice",
@@ -66,6 +67,20 @@ def test_a_fault_is_named_first(name, tmp_path):
     assert diagnosis.exit_status == 1
 
 
+def test_causes_are_the_doctors_own_and_advice_is_spelled_as_trl_has_it(tmp_path):
+    rows, dropout = (preflight(FAULTS[name][1](tmp_path)).findings[0] for name in ("scores of other rows", "dropout"))
+    assert "the gap closes where each row has the scores of another one" in rows.evidence
+    assert "_get_per_token_logps_and_entropies gives scores back in another order" in rows.cause
+    assert dropout.options == (("disable_dropout=True", "lora_dropout=0"),)
+    assert "set disable_dropout=True lora_dropout=0" in dropout.advice
+
+
+def test_what_a_trainer_lacks_is_unchecked_with_its_reason(tmp_path):
+    unchecked = preflight(trainer_of(tmp_path, beta=0.0)).unchecked
+    assert "reference/*, kl/at-start: β is 0, so that TRL scores no reference" in unchecked
+    assert "prompt/format: a trainer of TRL names no gold answers" in unchecked
+
+
 def test_a_probe_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     trainer, outcomes = trainer_of(tmp_path), []
 
@@ -75,7 +90,7 @@ def test_a_probe_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "create_optimizer", broken)
     diagnosis = preflight(trainer, on_probe=lambda outcome, seconds: outcomes.append(outcome.name))
     assert codes(diagnosis) == ["doctor/probe-failed"]
-    assert outcomes == [name for name, _ in PROBES]
+    assert outcomes == [measure.name for measure in MEASURES]
 
 
 # -------------------------------------------------------------------------------------- the trainer stays as it was

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,23 @@ def of_keel(out, **options: Any):
     return trainer_of(out, KeelGRPOTrainer, beta=0.0, keel={"kl": KLOptions(beta=0.1, **options)})
 
 
+def reporting(prompts, trainer, factor=1.0):
+    """A `rollout_func` that samples as TRL does and reports `factor` times the log-probabilities."""
+    asked, *_ = trainer._tokenize_prompts(prompts)
+    completions, _ = trainer._generate_single_turn(asked, None, {}, trainer.num_generations)
+    logps = []
+    for prompt, tokens in zip(asked, completions, strict=True):
+        with torch.no_grad():
+            logits = trainer.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        picked = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None]).squeeze(-1)
+        logps.append((factor * picked).tolist())
+    return {"prompt_ids": asked, "completion_ids": completions, "logprobs": logps}
+
+
+def that_reports(out, factor=1.0):
+    return trainer_of(out, keel={"rollout_func": partial(reporting, factor=factor)})
+
+
 HEALTHY = {
     "full": trainer_of,
     "adam": lambda out: trainer_of(out, optim="adamw_torch", learning_rate=1e-3),
@@ -56,6 +74,7 @@ HEALTHY = {
     "truncated left out": with_truncation_masked,
     "no penalty": lambda out: trainer_of(out, beta=0.0),
     "temperature": lambda out: trainer_of(out, temperature=0.7),
+    "a sampler that reports": that_reports,
     "filters": lambda out: trainer_of(out, top_k=15),
     "keel": of_keel,
     "keel, exact": lambda out: of_keel(out, estimator="exact"),
@@ -184,6 +203,42 @@ class OfAnotherModel(Stale):
         return super()._generate_single_turn(*args, **named)
 
 
+class OfTheOppositeModel(Stale):
+    """Any change of the policy makes its tokens likelier, as a sync that works does."""
+
+    def _generate_single_turn(self, *args, **named):
+        if self.sampler is None:
+            self.sampler = small_model()
+            with torch.no_grad():
+                self.sampler.lm_head.weight.neg_()
+        return super()._generate_single_turn(*args, **named)
+
+
+class ScoresOfOtherRows(GRPOTrainer):
+    def _get_per_token_logps_and_entropies(self, *args, **named):
+        logp, *others = super()._get_per_token_logps_and_entropies(*args, **named)
+        return logp.roll(1, 0), *others
+
+
+class WithOtherAttention(GRPOTrainer):
+    """Every place of the prompt, padding included, is seen or none."""
+
+    seen: int
+
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, length, **named):
+        mask = mask.clone()
+        mask[:, :-length] = self.seen
+        return super()._get_per_token_logps_and_entropies(model, ids, mask, length, **named)
+
+
+class PromptsUnseen(WithOtherAttention):
+    seen = 0
+
+
+class PaddingSeen(WithOtherAttention):
+    seen = 1
+
+
 def with_an_optimizer_of_a_copy(out):
     optimizer = torch.optim.SGD(small_model().parameters(), lr=RATE)
     return trainer_of(out, keel={"optimizers": (optimizer, None)})
@@ -277,6 +332,17 @@ FAULTS = {
     "a sampler of another model": (
         "sampler/stale",
         lambda out: trainer_of(out, OfAnotherModel, per_device_train_batch_size=32, max_completion_length=12),
+    ),
+    "a sampler of the opposite model": ("sampler/stale", lambda out: trainer_of(out, OfTheOppositeModel, seed=2)),
+    "prompts that are not seen": ("mask/attention", lambda out: trainer_of(out, PromptsUnseen)),
+    "padding that is seen": ("scoring/positions", lambda out: trainer_of(out, PaddingSeen)),
+    "scores of other rows": ("scoring/mismatch", lambda out: trainer_of(out, ScoresOfOtherRows)),
+    "a sampler that reports too little": ("sampler/mismatch", partial(that_reports, factor=0.5)),
+    "a sampler that takes the likeliest": (
+        "sampler/filter",
+        lambda out: trainer_of(
+            out, generation_kwargs={"top_k": 1}, per_device_train_batch_size=32, max_completion_length=12
+        ),
     ),
     "another temperature": (
         "sampler/temperature",

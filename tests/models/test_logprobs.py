@@ -70,8 +70,9 @@ def test_the_fallback_is_right_for_every_model(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "cohere", "granite", "phi"])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("llama-tied", 0.5), ("gemma2", 1.3), ("cohere", 0.5), ("granite", 1.3), ("phi", 1.0)]
+)
 @pytest.mark.parametrize("general", [False, True], ids=["written-out", "checkpointed"])
 def test_entropy_and_exact_kl_equal_full_logits(name: str, temperature: float, general: bool) -> None:
     policy, reference = make_model(name), make_model(name, seed=1)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -19,9 +18,7 @@ from keel.base.errors import KeelError
 from keel.models import fuse, noise, prefix_attention
 from keel.models.noise import Errors, in_dtype, judge, rounds
 from keel.models.probe import probe_packing
-from keel.rollout.native import choose, decode, weights
-from keel.rollout.native.engine import NativeEngine
-from rollout import shapes
+from keel.rollout.native import choose, decode
 
 TINY = {
     "vocab_size": 50,
@@ -168,6 +165,7 @@ def test_an_exact_plain_path_allows_rounding_alone() -> None:
     assert seeds == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_not_finite_are_never_accepted(dtype: torch.dtype) -> None:
     one, wrong = torch.ones(2, 3), torch.full((2, 3), torch.nan)
@@ -182,6 +180,7 @@ def test_numbers_that_are_not_finite_are_never_accepted(dtype: torch.dtype) -> N
         probe_packing(model)
 
 
+@pytest.mark.slow
 def test_a_deep_model_whose_rounding_exceeds_a_fixed_tolerance_is_accepted() -> None:
     """Ten times the usual weights: bf16 moves its logits by half of their spread, whichever path computes them."""
     model = llama(layers=24)
@@ -197,6 +196,7 @@ def test_a_deep_model_whose_rounding_exceeds_a_fixed_tolerance_is_accepted() -> 
     assert prefix_attention.try_prefix_attention(model.model)
 
 
+@pytest.mark.slow
 def test_attention_that_is_wrong_now_and_then_is_refused() -> None:
     """A race: other cells are wrong at each call."""
     own, generator = prefix_attention.attend_by_group, torch.Generator().manual_seed(0)
@@ -277,8 +277,11 @@ def test_blocks_that_are_lists_and_weights_that_are_shared_are_widened_too() -> 
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dtype"),
+    [(*shape, (torch.bfloat16, torch.float16)[i % 2]) for i, shape in enumerate(SHAPES)],
+)
 def test_right_paths_are_accepted_in_half_precision(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     model = llama(heads, kv_heads, dtype=dtype)
     assert choose.choose_decoder(model).reason is None
@@ -317,7 +320,8 @@ def test_broken_attention_is_refused_in_half_precision(bug: str, heads: int, kv_
         assert not prefix_attention.try_prefix_attention(model.model)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "kv_heads"), SHAPES[1::2])
 def test_a_decoder_whose_tokens_are_off_by_one_is_refused(heads: int, kv_heads: int) -> None:
     class Shifted(decode.SharedPrefixDecoder):
         def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -328,53 +332,6 @@ def test_a_decoder_whose_tokens_are_off_by_one_is_refused(heads: int, kv_heads: 
         reason = choose.choose_decoder(llama(heads, kv_heads)).reason
     assert reason is not None
     assert len(re.findall(r"\d\.\d+", reason)) == 2
-
-
-def adapted(layers: int = 6, dtype: torch.dtype = torch.bfloat16) -> Any:
-    return get_peft_model(llama(layers=layers, dtype=dtype), LoraConfig(r=8, target_modules=["q_proj", "up_proj"]))
-
-
-def learn(policy: Any, size: float = 0.02) -> None:
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=size)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("copy", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ambient", [False, True])
-def test_merged_adapters_are_judged_by_what_rounding_does_to_unmerged_ones(
-    dtype: torch.dtype, copy: torch.dtype, ambient: bool
-) -> None:
-    torch.manual_seed(0)
-    policy = adapted(16, dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
-        engine = NativeEngine(policy, shapes.tokenizer(), merge=True, dtype=copy)  # of zeros
-    for _ in range(2):
-        learn(policy, 0.005)
-        with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
-            engine.sync(policy)
-            assert not engine.is_stale(policy)
-
-
-def test_a_wrong_merge_is_refused_at_each_sync() -> None:
-    policy = adapted(2)
-    engine = NativeEngine(policy, shapes.tokenizer(), merge=True)
-    torch.manual_seed(0)
-    learn(policy, 0.1)
-    engine.sync(policy)
-    own, base = weights.merged_weights, dict(policy.get_base_model().named_parameters())
-
-    def wrong(model: Any) -> Any:  # those of one matrix are lost
-        for name, tensor in own(model):
-            yield name, base.get(name.replace(".weight", ".base_layer.weight"), tensor) if "up_proj" in name else tensor
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "merged_weights", wrong)
-        for _ in range(3):
-            with pytest.raises(KeelError, match="cannot be merged"):
-                engine.sync(policy)
 
 
 def test_a_norm_with_another_eps_is_not_fused_in_half_precision() -> None:

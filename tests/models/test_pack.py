@@ -10,9 +10,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
+from keel.models.logprobs import score_tokens
 from keel.models.pack import _bins, microbatches, pack
 
 from .packing_cases import RAGGED, make_completion, make_groups
@@ -266,3 +268,17 @@ def test_a_completion_that_fills_the_context_fits() -> None:
     assert pack([GOOD], 0, context_length=7).tokens.shape == (1, 3)
     with pytest.raises(KeelError):
         pack([GOOD], 0, context_length=6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_column_of_padding_changes_no_score(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where some lengths are padded because torch's masked attention is wrong at them."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_key_value_heads=1, **sizes)).eval()
+    packed = pack([Group(Problem("", ""), (4, 5, 6), (completion(7, 8), completion(9, 8, 7)))], 0, shared_prefix=shared)
+    expected = score_tokens(model, packed).logp
+    monkeypatch.setattr("keel.models.logprobs.padding_columns", lambda ids: 1)
+    found = score_tokens(model, packed).logp
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""What adapter_off holds is said where it is not the bare base model."""
+"""What adapter_off holds is said where it is not the base model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_adapter_with_a_past_is_held_as_it_is_and_said(kind: str, past: bool,
                 if "lora_B" in name:
                     parameter.add_(0.1)
     built = build_run(config, loaded)
-    assert any("not the bare base model" in note for note in built.notes) == said
+    assert any("not the base model" in note for note in built.notes) == said
     reference: Any = built.run.reference
     tokens = torch.arange(5, 15)[None]
     with torch.no_grad():

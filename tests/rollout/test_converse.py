@@ -270,6 +270,7 @@ class SlowGuessing(Guessing):
         return super().step(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rows"), [({}, 6), ({"join_turns": False}, 6), ({"max_batch": 4}, 4), ({"max_batch": 8}, 6)], ids=str
 )
@@ -327,6 +328,7 @@ def test_rows_of_one_key_each_go_on_from_their_own_past(temperature: float, orde
         torch.testing.assert_close(torch.tensor(completion.sample_logp), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_buffers_of_rows_that_join_are_not_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row near its end beside one that begins: columns for what is there and a little more, not for both in full."""
     columns, made = [], SharedPrefixCache.__init__

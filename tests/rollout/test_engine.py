@@ -199,6 +199,7 @@ def test_an_engine_by_shape_given_in_python_is_refused_too() -> None:
         collector(by_shape(None, None), task, SamplingParams()).collect(task.held_out(1))
 
 
+@pytest.mark.slow
 def test_the_engine_of_the_docs_trains_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class PlainEngine" in block]

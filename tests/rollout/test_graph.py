@@ -6,19 +6,23 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from keel.config import load_config
 from keel.models import load_model
+from keel.models.low_rank import low_rank
 from keel.rollout import Request, SamplingParams
-from keel.rollout.native import graph
+from keel.rollout.native import fused, graph
 from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.engine import NativeEngine
-from keel.rollout.native.fused import join_projections
+from keel.rollout.native.fused import are_contiguous, join_projections
 from keel.rollout.native.scheduler import bucket, buckets
 from keel.rollout.native.state import KEY_BLOCK, PROMPT_PARTS, prompt_items
 from keel.rollout.registry import build_engine
@@ -42,7 +46,11 @@ def graphed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plain(name: str, kv_cache_bytes: int = 2**24) -> NativeEngine:
     """An engine that keeps its steps as they are."""
-    made = NativeEngine(shapes.model(name), shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes, graphs=False)
+    return plain_of(shapes.model(name), kv_cache_bytes)
+
+
+def plain_of(model: Any, kv_cache_bytes: int = 2**24) -> NativeEngine:
+    made = NativeEngine(model, shapes.tokenizer(), kv_cache_bytes=kv_cache_bytes, graphs=False)
     made.eos_ids = frozenset(range(200, 257))
     return made
 
@@ -71,6 +79,7 @@ def test_graphs_draw_what_plain_steps_draw(name: str, max_batch: int | None) -> 
     assert_close(engine.generate(REQUESTS, sampling, seed=4), plain(name).generate(REQUESTS, sampling, seed=4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 def test_a_buffer_that_grows_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that have joined others are given columns as they need them."""
@@ -111,6 +120,7 @@ def test_every_way_to_draw(way: str) -> None:
     assert_close(engine.generate(REQUESTS, sampling, seed=4), plain("qwen2").generate(REQUESTS, sampling, seed=4))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 def test_one_engine_draws_in_every_way_in_turn() -> None:
     """A graph of one way to draw is not used for another that differs in one number."""
@@ -123,6 +133,7 @@ def test_one_engine_draws_in_every_way_in_turn() -> None:
     assert engine.notes == ()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 def test_graphs_are_captured_once() -> None:
     """Those of all fewer rows with the first, none when rows leave, in later rollouts and with other lengths."""
@@ -164,14 +175,68 @@ def test_weights_elsewhere_are_captured_anew() -> None:
 
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_projections_side_by_side_are_one_product(name: str) -> None:
+def test_projections_side_by_side_are_one_product(name: str, tmp_path: Path) -> None:
     model = shapes.model(name)
+    before, parameters = {n: p.clone() for n, p in model.state_dict().items()}, dict(model.named_parameters())
     join_projections(model)
+    attention = model.model.layers[0].self_attn
+    assert are_contiguous([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(saved) > 10
+    assert all(torch.equal(saved[n], before[n]) for n in saved)
     sampling = SamplingParams(num_generations=2, max_completion_length=12)
     sampled = engine_of(model).generate(REQUESTS, sampling, seed=4)
     assert_close(sampled, plain(name).generate(REQUESTS, sampling, seed=4))
 
 
+def adapted(name: str, *, targets: str | list[str] = "all-linear", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, lora_dropout=0.1)
+    model: Any = get_peft_model(shapes.model(name), config)
+    return model.eval()
+
+
+@pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3"])
+def test_adapters_are_applied_inside_the_step_as_they_are_now(name: str, targets: Any) -> None:
+    sampling = SamplingParams(num_generations=2, max_completion_length=12)
+    engine = engine_of(adapted(name, targets=targets))
+    captured = 0
+    for seed in range(3):
+        twin = plain_of(adapted(name, targets=targets, seed=seed))
+        with torch.no_grad():  # an update, in place
+            for mine, theirs in zip(engine.model.parameters(), twin.model.parameters(), strict=True):
+                mine.copy_(theirs)
+        assert_close(engine.generate(REQUESTS, sampling, seed=4), twin.generate(REQUESTS, sampling, seed=4))
+        assert captured in (0, engine.captured_graphs), "adapters that move in place cost no graph"
+        captured = engine.captured_graphs
+    assert engine.notes == ()
+    with engine.model.disable_adapter():
+        assert_close(engine.generate(REQUESTS, sampling, seed=4), plain(name).generate(REQUESTS, sampling, seed=4))
+
+
+@pytest.mark.usefixtures("graphed")
+def test_a_step_without_its_adapters_is_refused_although_fresh_ones_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("llama")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert engine_of(model)._ungraphed is None
+
+    def without(module: Any) -> Any:
+        adapter = low_rank(module)
+        return None if adapter is None else adapter._replace(scale=0.0)
+
+    monkeypatch.setattr(fused, "low_rank", without)
+    assert "its error is" in str(engine_of(model)._ungraphed)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("max_batch", [None, 4])
 def test_conversations_are_the_same(max_batch: int | None) -> None:
@@ -209,7 +274,7 @@ def test_buckets_are_few_and_near() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [[8] * 16, [1], [3, 0, 20], [40]])
-@pytest.mark.parametrize("longest", [1, 63, 64, 65, 512, 2300])
+@pytest.mark.parametrize("longest", [1, 63, 64, 65, 2300])
 @pytest.mark.parametrize(("repeats", "tile"), [(6, 64), (1, 16), (71, 64)])
 def test_pieces_of_prompts_cover_every_key_of_every_query_once(
     widths: list[int], longest: int, repeats: int, tile: int
@@ -224,7 +289,7 @@ def test_pieces_of_prompts_cover_every_key_of_every_query_once(
         assert start % KEY_BLOCK == 0
         assert part < PROMPT_PARTS
         for query in range(first_query, min(first_query + tile, width * repeats)):
-            piece = {(group, query, key) for key in range(start, stop, 7)} | {(group, query, stop - 1)}
+            piece = {(group, query, key) for key in range(start, stop, 29)} | {(group, query, stop - 1)}
             assert piece.isdisjoint(seen)
             seen |= piece
     queries = {(group, query) for group, query, _ in seen}

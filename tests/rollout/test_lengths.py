@@ -65,8 +65,9 @@ def test_queries_that_are_scaled_past_a_position_are_scaled_in_a_decode_step() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["phi3", "llama", "phimoe"])
-@pytest.mark.parametrize("lengths", [(40, 35), (5, 12), (20, 40, 3)])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("phi3", (40, 35)), ("llama", (5, 12)), ("phimoe", (20, 40, 3)), ("llama", (20, 40, 3))]
+)
 def test_longrope_is_read_by_the_length_of_each_context(name: str, lengths: tuple[int, ...]) -> None:
     """Past the switch, across it, and rows on both sides of it at once."""
     model = build(Variant(name, "longrope"))
@@ -229,6 +230,7 @@ def test_a_probe_of_decoders_computes_no_logits_of_the_prompt() -> None:
     assert max(counts) <= 5
 
 
+@pytest.mark.slow
 def test_a_model_whose_cache_is_wrong_reads_its_contexts_again() -> None:
     """Whatever is wrong with a cache, the plain forward is left; what is used is said."""
     model = build("mistral")
@@ -290,6 +292,7 @@ def test_scores_across_the_switch_have_gradients() -> None:
     torch.testing.assert_close(early + late, both)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_count_on_from_its_cache_is_given_positions() -> None:
     """Bamba begins at position 0 in every forward, cached or not."""
     model = build("bamba")
@@ -297,6 +300,7 @@ def test_a_model_that_does_not_count_on_from_its_cache_is_given_positions() -> N
     assert "again" not in str(engine_of(model).fallback_reason)
 
 
+@pytest.mark.slow
 def test_rows_leave_a_cache_whose_reordering_forgets_its_linear_part() -> None:
     """MiniMax keeps linear attention beside the layers that `reorder_cache` reorders."""
     model = build("minimax")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -44,8 +45,9 @@ def test_these_shapes_fall_back_with_a_message(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
+@pytest.mark.parametrize(
+    ("name", "temperature"), list(zip([*shapes.SHARED, *shapes.PLAIN], itertools.cycle([0.5, 1.0, 1.3])))
+)
 def test_sample_logp_equals_a_full_forward(name: str, temperature: float) -> None:
     engine, model = engine_of(name)
     sampling = SamplingParams(temperature=temperature, num_generations=3, max_completion_length=20)
@@ -82,7 +84,7 @@ def test_greedy_equals_transformers_generate(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_the_same_seed_gives_the_same_text_at_any_batch_size(name: str) -> None:
     engine, _ = engine_of(name)
     sampling = SamplingParams(num_generations=4, max_completion_length=24)
@@ -98,11 +100,11 @@ def test_the_same_seed_gives_the_same_text_at_any_batch_size(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_rows_that_end_leave_without_disturbing_the_others(name: str) -> None:
     engine, model = engine_of(name)
-    sampling = SamplingParams(temperature=1.3, num_generations=8, max_completion_length=48)
-    requests = requests_of(6)
+    sampling = SamplingParams(temperature=1.3, num_generations=6, max_completion_length=48)
+    requests = requests_of(4)
     engine.eos_ids = frozenset(range(200, 210))
     groups = engine.generate(requests, sampling, seed=5)
     reasons = {c.stop_reason for group in groups for c in group}

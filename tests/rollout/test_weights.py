@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
+from keel.models.lora import merge
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native import weights
 from keel.rollout.native.engine import NativeEngine
@@ -52,21 +53,13 @@ def assert_samples_from(engine: NativeEngine, model: Any) -> None:
             torch.testing.assert_close(torch.tensor(c.sample_logp), expected, atol=1e-4, rtol=0)
 
 
-CASES = [
-    ("full", "llama", False),
-    ("lora", "llama", False),
-    ("lora", "llama", True),
-    ("lora", "gpt2", True),
-    ("lora+head", "llama", False),
-    ("lora+head", "llama", True),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "merge"), CASES)
-def test_a_copy_is_stale_after_a_step_and_fresh_after_sync(kind: str, name: str, merge: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [("full", "llama"), ("lora", "llama"), ("lora", "gpt2"), ("lora+head", "llama")]
+)
+def test_a_copy_is_stale_after_a_step_and_fresh_after_sync(kind: str, name: str) -> None:
     model = policy(kind, name)
-    engine = NativeEngine(model, shapes.tokenizer(), copy=True, merge=merge)
-    assert hasattr(engine.model, "peft_config") == (kind != "full" and not merge)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
+    assert hasattr(engine.model, "peft_config") == (kind != "full")
     assert not engine.is_stale(model)
     assert_samples_from(engine, model)
     learn(model)
@@ -129,14 +122,14 @@ def test_a_half_precision_copy_is_compared_bit_by_bit_with_the_cast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "merge"), [("full", False), ("lora", False), ("lora", True)])
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_sync_that_leaves_a_weight_out_is_refused(
-    kind: str, merge: bool, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy(kind)
-    engine = NativeEngine(model, shapes.tokenizer(), copy=True, merge=merge, dtype=dtype)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True, dtype=dtype)
     learn(model)
-    moved = dict(weights.merged_weights(model)) if merge else dict(model.named_parameters())
+    moved = dict(model.named_parameters())
     copied = engine.model.named_parameters()
     left_out = next(p.data_ptr() for name, p in copied if not torch.equal(p, moved[name].to(p.dtype)))
     real = torch.Tensor.copy_
@@ -202,11 +195,10 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6]])).logits
 
 
-@pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "lora+head"])
-def test_a_policy_that_is_merged_or_off_is_copied_as_it_acts(kind: str, merge: bool) -> None:
+def test_a_policy_that_is_merged_or_off_is_copied_as_it_acts(kind: str) -> None:
     model = policy(kind)
-    engine = NativeEngine(model, shapes.tokenizer(), copy=True, merge=merge)
+    engine = NativeEngine(model, shapes.tokenizer(), copy=True)
 
     def agree() -> None:
         engine.sync(model)
@@ -233,7 +225,7 @@ def test_a_policy_that_is_merged_or_off_is_copied_as_it_acts(kind: str, merge: b
 def test_a_new_copy_of_a_policy_whose_adapters_are_off_is_off() -> None:
     model = policy("lora")
     with model.disable_adapter():
-        engine = NativeEngine(model, shapes.tokenizer(), merge=True)
+        engine = NativeEngine(model, shapes.tokenizer(), copy=True)
         torch.testing.assert_close(logits(engine.model), logits(model))
 
 
@@ -273,43 +265,18 @@ def tied(targets: list[str], **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_merging_into_tied_weights(targets: list[str]) -> None:
     model = tied(targets)
-    engine = NativeEngine(model, shapes.tokenizer(), merge=True)
-    torch.testing.assert_close(logits(engine.model), logits(model), atol=1e-4, rtol=1e-4)
-    copied = engine.model
-    learn(model)
-    assert engine.is_stale(model)
-    engine.sync(model)
-    assert engine.model is copied
-    torch.testing.assert_close(logits(engine.model), logits(model), atol=1e-4, rtol=1e-4)
-    base = model.get_base_model()
-    inputs, outputs = base.get_input_embeddings(), base.get_output_embeddings()
-    assert getattr(inputs, "base_layer", inputs).weight is getattr(outputs, "base_layer", outputs).weight
+    expected = logits(model)
+    merged = merge(model)
+    torch.testing.assert_close(logits(merged), expected, atol=1e-4, rtol=1e-4)
+    both = merged.get_input_embeddings().weight, merged.get_output_embeddings().weight
+    assert (both[0] is both[1]) == (targets == ["q_proj"])
 
 
 @pytest.mark.parametrize("options", [{"lora_bias": True}, {"use_dora": True}])
-def test_adapters_that_cannot_be_merged_are_refused_in_one_line(options: dict[str, Any]) -> None:
+def test_other_kinds_of_adapters_are_copied_whole(options: dict[str, Any]) -> None:
     model = tied(["q_proj"], **options)
-    with pytest.raises(KeelError, match="merge=False") as caught:
-        NativeEngine(model, shapes.tokenizer(), merge=True)
-    assert "\n" not in str(caught.value)
     engine = NativeEngine(model, shapes.tokenizer(), copy=True)
     torch.testing.assert_close(logits(engine.model), logits(model))
-
-
-def test_a_merged_copy_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once the adapter is not zero: before, a wrong merge and a right one are the same."""
-    model = policy("lora")
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                parameter.zero_()
-    monkeypatch.setattr(weights, "_merged_tensors", lambda name, module: module.get_base_layer().named_parameters())
-    engine = NativeEngine(model, shapes.tokenizer(), merge=True)
-    learn(model)
-    learn(model)
-    with pytest.raises(KeelError, match="cannot be merged"):
-        engine.sync(model)
-    assert engine.is_stale(model)
 
 
 def test_a_half_precision_copy_keeps_its_rotary_frequencies() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from keel.api import supervise, train
 from keel.config import load_config
-from keel.lab.publish.export import export
+from keel.lab.publish import export
 from keel.models.dropout import disable_dropout, original_dropout
 from keel.models.load import load_model
 from keel.recipes.chess.models import GPT2_DROPOUT, gpt2
@@ -82,6 +82,7 @@ def test_saving_a_second_time_keeps_it_and_the_live_model_stays_quiet(checkpoint
     assert torch.equal(logits(load_model(str(tmp_path / "again"), device="cpu").model), before)
 
 
+@pytest.mark.slow
 def test_the_kl_starts_at_0_without_dropout_and_above_with_it(checkpoint: Path, tmp_path: Path) -> None:
     first: dict[str, float] = {}
     for flag in ("false", "true"):

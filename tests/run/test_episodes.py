@@ -83,6 +83,7 @@ def test_a_gold_episode_that_ends_too_early_is_refused() -> None:
         episode_example(Early(), Problem("p", "?"), (1,), TOKENIZER, Renderer(TOKENIZER).reply)
 
 
+@pytest.mark.slow
 def test_the_warm_start_learns_episodes() -> None:
     config = load_config(CONFIG, ["warmstart.steps=12", "warmstart.batch_size=8"])
     loaded = build_policy(config)
@@ -122,6 +123,7 @@ def test_two_steps_from_a_configuration(tmp_path: Path) -> None:
     assert "retrieval_recall" in evaluated["extra"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_tool_calls_all_fail_says_so_once_and_is_not_called_healthy(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         **CONFIG,

@@ -34,8 +34,7 @@ def course(name: str, progress: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear", "cosine"])
-@pytest.mark.parametrize(("warmup", "low"), [(0, 0.0), (2, 0.25)])
+@pytest.mark.parametrize(("name", "warmup", "low"), [("linear", 0, 0.0), ("cosine", 2, 0.25)])
 def test_an_extended_run_keeps_its_course(tmp_path: Path, name: str, warmup: int, low: float) -> None:
     how = (f"optim.schedule={name}", f"optim.warmup_steps={warmup}", f"optim.final_ratio={low}")
     train(tmp_path, *how, "run.max_steps=6")
@@ -50,6 +49,7 @@ def test_an_extended_run_keeps_its_course(tmp_path: Path, name: str, warmup: int
     assert yaml.safe_load((run / "config.yaml").read_text())["optim"]["decay_steps"] == 6
 
 
+@pytest.mark.slow
 def test_the_kept_course_stays_kept(tmp_path: Path) -> None:
     """By the configuration of the run's own folder, by the first one again, and over a second extension."""
     train(tmp_path, "optim.schedule=linear", "run.max_steps=4", "optim.final_ratio=0.5")
@@ -61,6 +61,7 @@ def test_the_kept_course_stays_kept(tmp_path: Path) -> None:
     assert len(schedule_events(run)) == 1
 
 
+@pytest.mark.slow
 def test_another_end_is_taken_and_the_jump_is_said(tmp_path: Path) -> None:
     train(tmp_path, "optim.schedule=linear", "run.max_steps=6")
     run = train(tmp_path, "optim.schedule=linear", "run.max_steps=12", "optim.decay_steps=12", resume=True)
@@ -74,6 +75,7 @@ def test_another_end_is_taken_and_the_jump_is_said(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_decay_that_was_given_an_end_is_the_run_that_never_ended(tmp_path: Path) -> None:
     how = ("optim.schedule=cosine", "optim.decay_steps=8")
     whole = train(tmp_path / "whole", *how, "run.max_steps=8")
@@ -83,6 +85,7 @@ def test_a_decay_that_was_given_an_end_is_the_run_that_never_ended(tmp_path: Pat
     assert schedule_events(run) == []
 
 
+@pytest.mark.slow
 def test_a_shorter_run_keeps_its_course_too(tmp_path: Path) -> None:
     def stop(state: Any, metrics: Any) -> bool:
         return bool(state.step == 2)
@@ -93,6 +96,7 @@ def test_a_shorter_run_keeps_its_course_too(tmp_path: Path) -> None:
     assert rates(run) == pytest.approx([RATE * (1 - step / 8) for step in range(4)])
 
 
+@pytest.mark.slow
 def test_a_constant_rate_says_nothing_and_other_options_are_still_refused(tmp_path: Path) -> None:
     train(tmp_path, "run.max_steps=2")
     run = train(tmp_path, "run.max_steps=3", resume=True)

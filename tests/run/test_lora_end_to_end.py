@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from keel.api import train
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
 from keel.config.checks import advice
-from keel.lab.publish.export import export
+from keel.lab.publish import export
 from keel.models import load_model
 from keel.models.fingerprint import fingerprint
 from keel.reference.kinds import build_reference
@@ -72,8 +72,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-@pytest.mark.slow
-def test_peft_alone_loads_what_a_step_saved(tmp_path: Path) -> None:
+def test_peft_loads_what_a_step_saved(tmp_path: Path) -> None:
     base, tokenizer = small_model()
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -82,18 +81,8 @@ def test_peft_alone_loads_what_a_step_saved(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "run", run, state)
     expected = logits(run.policy.model)
     assert not torch.allclose(expected, logits(base), atol=1e-3)
-    torch.save(expected, tmp_path / "expected.pt")
-    code = f"""
-import sys, torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-base = AutoModelForCausalLM.from_pretrained({str(tmp_path / "base")!r})
-model = PeftModel.from_pretrained(base, {str(folder)!r}).eval()
-found = model(input_ids=torch.arange(5, 13)[None]).logits
-assert torch.allclose(found, torch.load({str(tmp_path / "expected.pt")!r}), atol=1e-6), "other logits"
-assert not any(name.split(".")[0] == "keel" for name in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.allclose(logits(PeftModel.from_pretrained(loaded, str(folder)).eval()), expected, atol=1e-6)
 
 
 def test_the_reference_of_a_fresh_adapter_is_the_base() -> None:
@@ -107,8 +96,6 @@ def test_the_reference_of_a_fresh_adapter_is_the_base() -> None:
 
 @pytest.mark.parametrize("kind", ["auto", "frozen", "adapter_off"])
 def test_the_reference_of_a_continued_adapter_is_the_starting_adapter(kind: str, adapter: Path) -> None:
-    from peft import PeftModel
-
     run, state = make(f"model.lora.adapter={adapter}", f"reference.kind={kind}")
     state, metrics, _ = train_step(run, state)
     assert metrics["kl/policy_ref/k3/max"] < 1e-9
@@ -156,11 +143,11 @@ def test_a_kl_triggered_reference_moves_when_the_adapter_has_gone_far() -> None:
     assert any(moved)
 
 
-@pytest.mark.parametrize("merge", [None, False, True])
-def test_the_sampler_uses_the_adapter_as_it_is_now(merge: bool | None) -> None:
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_sampler_uses_the_adapter_as_it_is_now(copy: bool) -> None:
     """B is moved: the engine's log-probabilities are the policy's, at once where shared, after a sync where copied."""
     loaded = load_model("trainer.small:small_model", device="cpu", lora={"r": 2}, probe=False)
-    engine = NativeEngine(loaded.model, loaded.tokenizer, **({} if merge is None else {"copy": True, "merge": merge}))
+    engine = NativeEngine(loaded.model, loaded.tokenizer, copy=copy)
     request, sampling = Request("a", (5, 6, 7)), SamplingParams(num_generations=2, max_completion_length=6)
 
     def gap() -> float:
@@ -177,7 +164,7 @@ def test_the_sampler_uses_the_adapter_as_it_is_now(merge: bool | None) -> None:
 
     assert gap() < 1e-4
     perturb(loaded.model)
-    if merge is not None:
+    if copy:
         assert engine.is_stale(loaded.model)
         assert gap() > 1e-2
     engine.sync(loaded.model, 1)
@@ -255,9 +242,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["plain", "head"])
 def test_a_merged_export_computes_what_the_adapter_does(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     alone = export(str(runs[name]), tmp_path / "alone")
     assert not (alone / "trainer").exists()
     whole = export(str(runs[name]), tmp_path / "whole", merged=True)

@@ -18,9 +18,9 @@ from keel.envs.judge import Judge
 from keel.envs.registry import build_task
 from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_tokenizer
-from keel.run.build import build_named_task, without_long_prompts
 from keel.run.evaluate import run_evaluation
 from keel.run.model_ref import resolve_model
+from keel.run.tasks import build_named_task, without_long_prompts
 
 SETTINGS: dict[str, Any] = {
     "model.name": "trainer.small:small_model",
@@ -202,6 +202,7 @@ def test_rollouts_hold_the_prompt_that_the_model_was_given(tmp_path: Path, capsy
     assert "tokens truncated on the left" in (result.directory / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_tools_around_a_task_do_not_hide_that_its_data_have_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.jsonl", sums())
     task = {"name": "tools", "task": {"name": "dataset", "data": {"path": path}}, "tools": ["run.test_own_data:double"]}

@@ -73,6 +73,7 @@ def test_killed_and_resumed_equals_in_one_go(tmp_path: Path, whole: Path) -> Non
     assert "resume" in events
 
 
+@pytest.mark.slow
 def test_every_moment_of_a_save_can_be_the_last(tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop at each of the writes of one save in turn, as a kill would, and go on each time."""
 
@@ -101,6 +102,7 @@ def test_every_moment_of_a_save_can_be_the_last(tmp_path: Path, whole: Path, mon
     assert_same(tmp_path / "small", whole)
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,7 @@ def test_sigterm_finishes_the_step_saves_and_says_how_to_go_on(
     assert_same(result.directory, whole)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(whole: Path, tmp_path: Path) -> None:
     first = keel.train(BASE, overrides=options(tmp_path))
     before = lines(first.directory, "eval.jsonl")
@@ -134,6 +137,7 @@ def test_a_run_that_is_there_is_refused_and_one_that_is_not_too(tmp_path: Path) 
         keel.train(BASE, overrides=once)
 
 
+@pytest.mark.slow
 def test_resuming_under_other_settings_is_refused(whole: Path, tmp_path: Path) -> None:
     """Controller and optimizer go on from what was saved, so a new β would be recorded and not used."""
     shutil.copytree(whole, tmp_path / whole.name)
@@ -178,6 +182,7 @@ def test_the_saved_configuration_does_not_delete_its_own_run(whole: Path) -> Non
     assert (whole / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_extended_equals_one_that_was_not_finished(tmp_path: Path, whole: Path) -> None:
     """What is measured at an end leaves no trace, and the end of the extended run is measured as the other's."""
     shorter = [option.replace("max_steps=20", "max_steps=12") for option in options(tmp_path)]

@@ -53,7 +53,7 @@ def test_a_run_of_programs_records_each_outcome(tmp_path: Path, capsys: pytest.C
     assert len(records) >= 16
     for record in records:
         outcomes = record["details"].splitlines()
-        assert len(outcomes) == 6 or outcomes[1:] == ["✗ 5 more: the same"] or outcomes == ["no program"]
+        assert len(outcomes) == 6 or outcomes[1:] == ["✗ 5 more with this result"] or outcomes == ["no program"]
         assert record["parts"]["passed"] == sum(line.startswith("✓") for line in outcomes) / 6
     assert main(["show", str(result.directory), "--no-color"]) == 0
     assert "f([" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,7 @@ def test_the_bridges_sides_never_work_at_the_same_time(monkeypatch: pytest.Monke
 
 
 def turn(tokens: float = 64.0, **figures: float) -> dict[str, float]:
-    shown = ("rollout", "reference", "update", "rest", "total", "first", "second", "token_us", "peak_gib")
+    shown = ("rollout", "reference", "update", "rest", "total", "first", "second", "start", "token_us", "peak_gib")
     return {**dict.fromkeys(shown, 1.0), "tokens": tokens, **figures}
 
 
@@ -130,10 +129,6 @@ def test_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reward_is_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`hash` of a string is salted anew in each process, so the sides would have trained on other rewards."""
-    texts = [f"completion {i}" for i in range(12)]
-    here = list(map(bench("step", monkeypatch).checksum, texts))
-    code = f"import sys; sys.path.insert(0, {str(BENCH)!r}); import step; print(list(map(step.checksum, {texts!r})))"
-    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert there.strip() == str(here)
-    assert len(set(here)) > 1
+    """`hash` of a string is salted anew in each process, so the sides would train on other rewards."""
+    step = bench("step", monkeypatch)
+    assert [step.checksum(f"completion {i}") for i in range(6)] == [4.0, 1.0, 6.0, 5.0, 0.0, 5.0]

@@ -11,8 +11,8 @@ import torch
 import distill
 from keel.config import text
 from keel.lab.studies.folder import jobs
-from keel.lab.studies.run import run_study
 from keel.models.tiny import tiny_model
+from keel.run.train import run_training
 
 
 def test_every_arm_was_predicted() -> None:
@@ -42,14 +42,14 @@ def test_the_exact_form_approaches_the_teacher_and_k1_in_the_loss_does_not(
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv(distill.TEACHER, "")
     monkeypatch.syspath_prepend(str(distill.HERE))
+    monkeypatch.setattr(distill, "PROMPTS", 16)
     arms = ["exact reverse KL", "k1 in the loss"]
     sizes = ["run.max_steps=20", "rollout.prompts_per_step=8", "optim.learning_rate=1e-3", "eval.samples=4"]
     study = distill.study_of(student, teacher, 1, arms, [*sizes, "eval.every=0", "checkpoint.every=20"])
-    outcomes = run_study(study, tmp_path / "study", say=lambda line: None)
-    assert [outcome.state for outcome in outcomes.values()] == ["done", "done"]
     start = distill.kl_between(student, teacher)["kl_student_teacher"]
     exact, k1 = (
-        distill.kl_between(job.folder, teacher)["kl_student_teacher"] for job in jobs(tmp_path / "study", study)
+        distill.kl_between(run_training(job.config).directory, teacher)["kl_student_teacher"]
+        for job in jobs(tmp_path / "study", study)
     )
     assert exact < 0.5 * start
     assert k1 > 0.9 * start

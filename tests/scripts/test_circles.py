@@ -1,4 +1,4 @@
-"""The check of circles: what it counts, and that Keel has none."""
+"""The check of import cycles: what it counts. `make lint` runs it on Keel."""
 
 import sys
 from pathlib import Path
@@ -19,10 +19,6 @@ def written(folder: Path, **files: str) -> Path:
     for room in (folder / "house", *(p for p in (folder / "house").rglob("*") if p.is_dir())):
         (room / "__init__.py").touch()
     return folder / "house"
-
-
-def test_keel_has_none():
-    assert circles(graph(ROOT / "src" / "keel")) == []
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "each_ran_once.py"
 TESTS = """
 import pytest

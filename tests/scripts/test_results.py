@@ -135,6 +135,7 @@ def test_a_table_of_new_runs_keeps_what_was_told_of_others(tmp_path: Path) -> No
     assert curves == [(0, 0.1), (0, 0.3), (1, 0.1), (1, 0.4)]
 
 
+@pytest.mark.slow
 def test_the_page_tells_of_what_was_run_and_nothing_else(tmp_path: Path) -> None:
     runs, out = tmp_path / "runs", tmp_path / "results"
     finished(runs / "tiny", "keel", (0.1, 0.9), tiny=True)

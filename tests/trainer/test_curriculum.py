@@ -82,6 +82,7 @@ def test_the_parts_of_a_mixture_have_figures_of_their_own() -> None:
     run.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("loss.dynamic_sampling=true", "rollout.num_generations=2")])
 def test_a_run_goes_on_exactly_from_any_checkpoint(tmp_path: Path, more: tuple[str, ...]) -> None:
     options, lines, folders = (OPTION, "task.name=trainer.test_curriculum:uneven", *more), [], []

@@ -102,6 +102,7 @@ def test_a_spike_is_measured_against_the_median_of_enough_norms() -> None:
     assert spike_limit((1.0, 3.0, 100.0) * 4, limits) == 12.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["warn", "skip"])
 def test_a_spike_is_said_and_only_skipped_on_request(tmp_path: Path, answer: str) -> None:
     """Rewards of step 12 are 10⁴ times their size and not divided by their deviation: so is the gradient."""
@@ -122,6 +123,7 @@ SPIKES = ["task.name=trainer.faults:poisoned", "task.first=12", "task.last=99", 
 PLAIN = ["loss.scale_rewards=none", "optim.max_grad_norm=null", "guards.on_spike=skip"]
 
 
+@pytest.mark.slow
 def test_spikes_that_are_skipped_never_become_the_usual(tmp_path: Path) -> None:
     """Every step from the 12th on: were their norms in the window, its median would be a spike's from the 23rd on."""
     result = train(tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=100")
@@ -135,6 +137,7 @@ def test_spikes_that_are_skipped_never_become_the_usual(tmp_path: Path) -> None:
     assert "optim/non-finite" not in result.summary["findings"]
 
 
+@pytest.mark.slow
 def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None:
     result = train(
         tmp_path, *SPIKES, *PLAIN, "run.max_steps=30", "guards.max_consecutive_nans=3", "guards.on_nans=stop"
@@ -149,6 +152,7 @@ def test_a_run_of_skipped_spikes_ends_under_its_own_code(tmp_path: Path) -> None
     assert "optim/non-finite" not in findings
 
 
+@pytest.mark.slow
 def test_a_step_with_one_bad_update_of_two_is_a_bad_step(tmp_path: Path) -> None:
     """The rewards of a step's last problem, alone in the second minibatch, overflow."""
     half = ["optim.minibatches=2", "task.name=trainer.faults:poisoned", "task.only=2", "task.first=1", "task.last=99"]
@@ -273,6 +277,7 @@ def test_updates_that_keep_failing_end_the_run_cleanly_where_it_was_good(tmp_pat
     assert "stop" in kinds(result.directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["per_token", "per_sequence"])
 def test_a_kl_budget_that_stops_ends_within_the_budget(tmp_path: Path, unit: str) -> None:
     limit = 0.02 if unit == "per_token" else 0.5

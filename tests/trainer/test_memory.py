@@ -100,6 +100,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_exactly(
     assert {**ours, "wall_s": 0} == {**theirs, "wall_s": 0}
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_one_line_and_goes_on_with_the_option_it_names(
     tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

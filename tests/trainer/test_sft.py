@@ -106,7 +106,7 @@ def test_the_warm_start_is_made_once_and_is_the_reference(tmp_path: Path, monkey
     def again(*_: object) -> None:
         raise AssertionError("the warm start was repeated")
 
-    monkeypatch.setattr("keel.run.warmstart_cache.sft", again)
+    monkeypatch.setattr("keel.run.warmstart.sft", again)
     second = keel.train(BASE, overrides=overrides)
     assert second.summary["accuracy"] == first.summary["accuracy"]
     with pytest.raises(AssertionError, match="repeated"):

@@ -20,7 +20,6 @@ def checks():
     return [check for _, section in run() for check in section]
 
 
-@pytest.mark.slow
 def test_every_fact_holds(checks):
     assert [check for check in checks if not check.ok] == []
 

@@ -25,6 +25,12 @@ def nearest(name: object, known: Iterable[str], cutoff: float = 0.5) -> str | No
     return next(iter(difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)), None)
 
 
+def did_you_mean(name: object, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """`did you mean X? ` with the nearest known name, or an empty string."""
+    near = nearest(name, known, cutoff)
+    return f"did you mean {near}? " if near else ""
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> KeelError:
     """The error for a name that is not in a registry, with the closest valid name."""
     names = sorted(known)

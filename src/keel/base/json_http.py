@@ -10,18 +10,28 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
-from keel.base.certificates import certificates
 from keel.base.redact import UnsetVariable, expand_env
 
 if TYPE_CHECKING:
     import httpx2
+import functools
+import ssl
+
+
+@functools.cache
+def certificates(*, trust_env: bool) -> ssl.SSLContext:
+    """One SSL context per process. Without it, each client rereads the machine's certificates: 60 to 100 ms."""
+    import httpx2
+
+    return httpx2.create_ssl_context(trust_env=trust_env)
+
 
 _MAX_BYTES = 1 << 20  # of an answer
 _MAX_BACKOFF_S = 30.0
 
 
 class RequestFailed(Exception):
-    """A server did not answer as asked; the message names its URL."""
+    """A request failed; the message names its URL."""
 
 
 def check_reachable(
@@ -32,7 +42,7 @@ def check_reachable(
     _headers(headers, option)
     host = str(parts.hostname)
     if {parts.scheme, "all"} & getproxies().keys() and not proxy_bypass(host):
-        return  # behind a proxy this cannot be checked
+        return  # cannot be checked behind a proxy
     try:
         socket.create_connection((host, parts.port or (443 if parts.scheme == "https" else 80)), timeout_s).close()
     except OSError as error:
@@ -65,8 +75,8 @@ def ask(
 ) -> Any:
     """The JSON answer to a POST of `body` (to a GET without one), or `RequestFailed`.
 
-    `url` and `headers` may contain environment variables; `option` is the one that gave the URL, and the headers stand
-    beside it. Connection errors, timeouts, status 429 and 5xx are retried with exponential backoff.
+    `url` and `headers` may contain environment variables; `option` is the one that gave the URL; `headers` is an option
+    of the same section. Connection errors, timeouts, status 429 and 5xx are retried with exponential backoff.
     """
     import httpx2
 
@@ -132,7 +142,7 @@ def _json(data: bytes, url: str, max_bytes: int) -> Any:
 
 
 def _message(data: bytes) -> str:
-    """What a refusal says in OpenAI's form, `{"error": {"message": …}}`, in a line."""
+    """The message of an error answer in OpenAI's form, `{"error": {"message": …}}`, in one line."""
     try:
         text = " ".join(str(json.loads(data)["error"]["message"]).split())
     except (ValueError, KeyError, TypeError):

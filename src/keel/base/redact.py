@@ -227,7 +227,7 @@ def _mask_option(match: re.Match[str], mask: Mask) -> str:
 def _mask_setting(match: re.Match[str], mask: Mask) -> str:
     """`api_key=…`, `token: …`, `Authorization: Bearer …`, if the value looks like a secret or is a password.
 
-    The last word decides: access_token is a secret; KeyError, token_mean and group_key are not.
+    Only the last word of a name counts: access_token is a secret; KeyError, token_mean and group_key are not.
     """
     words, value = _split_name(match[1]), match[3]
     last = words[-1] if words else ""

@@ -83,7 +83,7 @@ class RewardFailure:
 class Group:
     """All completions of one problem: they share their prompt, and their rewards are compared with each other.
 
-    `rewards` has one entry a completion once they are judged, and is empty before.
+    `rewards` has one entry per completion once they are judged, and is empty before.
     """
 
     problem: Problem
@@ -109,7 +109,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Batch:
-    """One row a completion, right-padded: what the losses read. All tensors are `[B, T]` unless noted.
+    """The inputs of the losses: one right-padded row per completion. All tensors are `[B, T]` unless noted.
 
     `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
     of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is the contribution of a

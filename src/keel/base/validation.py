@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from keel.base.errors import KeelError, nearest
+from keel.base.errors import KeelError, did_you_mean, nearest
 from keel.base.options import RequiresOption
 from keel.base.yaml_text import dump
 
@@ -158,9 +158,7 @@ def one_line(
         return f"{name} is {dump(value)}: it must be {' and '.join(bounds)}"
     if item["type"] == "literal_error":
         options = _literals(context["expected"])
-        near = nearest(value, options)
-        hint = f"did you mean {near}? " if near else ""
-        return f"{name} is {_show(value)}: {hint}it must be one of {', '.join(options)}"
+        return f"{name} is {_show(value)}: {did_you_mean(value, options)}it must be one of {', '.join(options)}"
     expected = _EXPECTED.get(item["type"])
     if item["type"] in ("tuple_type", "model_type") and (advice := instead(name, value)):
         return f"{name} is {_show(value)}: {advice}"

@@ -61,7 +61,7 @@ def ablate(
 ) -> int:
     from keel.lab.studies import read_study
     from keel.lab.studies.run import run_study
-    from keel.run.cluster.connect import check_backend
+    from keel.run.cluster.placement import check_backend
 
     paths, overrides = split(args)
     if len(paths) != 1:

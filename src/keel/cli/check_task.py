@@ -17,7 +17,7 @@ Checks: gold answers earn the full reward; wrong and empty answers earn less; re
 the same problems; no held-out problem is trained on; prompts and answers survive the tokenizer. With a configuration,
 its rewards are checked too. Exit status: 0 all checks pass, 1 a check fails, 2 the checks could not run.
 
-The rewards are then attacked with answers that do not solve the problem: empty answers, the format alone, copies of the
+Then the rewards are tested with answers that do not solve the problem: empty answers, the format alone, copies of the
 prompt, every answer at once, very long texts, tool calls without an answer. An attack that earns as much as the gold
 answer fails the check. An attack that earns at least a quarter of that is a warning. See docs/rewards.md.
 
@@ -49,10 +49,10 @@ def check_task(
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
     from keel.envs.exploits import MAX_REQUESTS, TIME_LIMIT_S, exploit
-    from keel.envs.prove import EXAMPLES, MAX_REMOTE, examples, prove
     from keel.envs.rewards import probe_rewards
+    from keel.envs.validity import EXAMPLES, MAX_REMOTE, examples, prove
     from keel.models.load import load_tokenizer
-    from keel.run.build import build_judge, build_named_task, build_renderer
+    from keel.run.tasks import build_judge, build_named_task, build_renderer
 
     task = build_named_task(config.task, config)
     configured = [part.name for part in config.rewards] != ["task"]

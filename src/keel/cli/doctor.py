@@ -164,10 +164,10 @@ def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool
 
     limits = thresholds_of({}, threshold)
     with redirect_stdout(sys.stderr):
-        from keel.integrations.trl.preflight import PROBES, load_trainer, preflight
+        from keel.integrations.trl.preflight import MEASURES, load_trainer, preflight
 
         trainer = load_trainer(spec)
-        with _progress(as_json, verbose, [name for name, _ in PROBES]) as on_probe:
+        with _progress(as_json, verbose, [measure.name for measure in MEASURES]) as on_probe:
             return f"preflight of {spec}", preflight(trainer, limits, on_probe)
 
 

@@ -32,7 +32,7 @@ def export(
     ] = None,
     merged: Annotated[bool, typer.Option("--merged", help="Merge a LoRA adapter into the base weights.")] = False,
 ) -> int:
-    from keel.lab.publish.export import export as write
+    from keel.lab.publish import export as write
 
     written = write(source, folder, checkpoint=checkpoint, merged=merged)
     typer.echo(f"exported {source} into {written}")

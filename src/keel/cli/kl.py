@@ -149,7 +149,7 @@ def _named_task(task: str, params: list[str]) -> Any:
     """Build the task from its parameters and data options, written as in `keel check-task`."""
     from keel.config.load import qualify_task_option, read_config
     from keel.envs.options import SourceOptions
-    from keel.run.build import build_named_task
+    from keel.run.tasks import build_named_task
 
     settings = [qualify_task_option(override) for override in params]
     reads = list(SourceOptions.model_fields)
@@ -171,7 +171,7 @@ def _problems(source: Any, policy: Any, count: int | None) -> Any:
     if source is None:
         if not policy.run:
             raise KeelError(f"no prompts for {policy.name!r}: give --prompts FILE or --task NAME")
-        from keel.run.build import build_named_task
+        from keel.run.tasks import build_named_task
 
         source = build_named_task(policy.config.task, policy.config)
     return source.held_out(32 if count is None else count)

@@ -16,7 +16,7 @@ import typer
 
 from keel.base.errors import KeelError
 
-STEP_S = 3600  # after a signal, the longest wait for the current step and its checkpoint
+STEP_S = 3600  # seconds to wait after a signal for the current step and its checkpoint
 
 Nproc = Annotated[
     int,

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF to Keel.
 
-The configuration goes to stdout (or to --out), the account of every option to stderr: what it became, what the peer
-does where its file is silent, what has no counterpart, and what only you can set. Reads YAML (interpolations are filled
+The configuration goes to stdout (or to --out). A table of all options goes to stderr: what each became, what the peer
+does by default, what has no counterpart, and what you must set by hand. Reads YAML (interpolations are filled
 in), JSON, a Python file with GRPOConfig(...), DistillationConfig(...) or GKDConfig(...) and a shell script with
 key=value words and variables (neither is executed). Exit status 1 if Keel would refuse the result as it is.
 

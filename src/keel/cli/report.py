@@ -27,7 +27,7 @@ def report(
     ] = None,
 ) -> int:
     from keel.lab.report import write_report
-    from keel.lab.report.diagnosis import looked_at
+    from keel.lab.report.diagnosis import folded_details
 
-    typer.echo(f"wrote {write_report(runs, out, looked_at)}")
+    typer.echo(f"wrote {write_report(runs, out, folded_details)}")
     return 0

@@ -16,8 +16,8 @@ from keel.cli.app import app
 SERVE_HELP = """Start a vLLM sampling server for keel train on another device or machine, or a model's HTTP endpoint.
 
 --engine vllm: the trainer sends weights and requests completions. --engine native, or a user's module:attr: POST
-/inference/v1/generate takes token ids and returns token ids and log-probabilities (docs/scaling.md). Both listen on
-127.0.0.1 unless --host is given. Requests need a secret: KEEL_SERVE_SECRET, or a random one that is printed.
+/inference/v1/generate takes token ids and returns token ids and log-probabilities (docs/environments.md). Both listen
+on 127.0.0.1 unless --host is given. Requests need a secret: KEEL_SERVE_SECRET, or a random one that is printed.
 
 Examples:
 
@@ -57,9 +57,7 @@ def serve(
     max_lora_rank: Annotated[int, typer.Option(help="Maximum LoRA rank; 0 disables adapters.", min=0)] = 0,
     max_batch: Annotated[
         int | None,
-        typer.Option(
-            help="Requests sampled at a time, without vllm; 16 by default, where rows still join on a CPU.", min=1
-        ),
+        typer.Option(help="Maximum number of requests sampled at a time, without vllm (default: 16).", min=1),
     ] = None,
 ) -> None:
     from keel.envs.endpoint import SECRET

@@ -35,7 +35,7 @@ def show(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of completions.")] = 16,
-    full: Annotated[bool, typer.Option("--full", help="Print long episodes and replies whole.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print long episodes and replies in full.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Plain text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as data.")] = False,
 ) -> int:

@@ -87,7 +87,7 @@ def train(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --plan: print data instead of tables.")] = False,
 ) -> int:
-    from keel.run.cluster.connect import check_backend
+    from keel.run.cluster.placement import check_backend
 
     check_backend(on)
     _check_watch(watch, watch_port, on, dry_run=dry_run)

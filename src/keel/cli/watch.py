@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from keel.lab.watch import PORT
 HELP = """Serve a live page of a run, or of several runs side by side.
 
 The page shows the report so far: state, time left, curves, the latest rollouts and the doctor's findings. The server
-listens on 127.0.0.1; its first lines tell how to open the page from another machine. It serves until Ctrl-C, or with
+listens on 127.0.0.1 and prints how to open the page from another machine. It serves until Ctrl-C, or with
 --until-end until all runs have ended. It writes nothing to the run folders.
 
 Examples:
@@ -38,8 +39,6 @@ def watch(
 ) -> int:
     from keel.lab.watch.serve import watch as serve
 
-    try:
+    with suppress(KeyboardInterrupt):  # the normal way to stop
         serve(runs, port, until_end=until_end, echo=typer.echo)
-    except KeyboardInterrupt:  # the normal way to stop
-        return 0
     return 0

@@ -66,7 +66,7 @@ def _loss(config: Config) -> None:
         raise KeelError("loss.scale_rewards=group needs a standard deviation: set rollout.num_generations to 2 or more")
     if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
-            f"loss.loss_type={loss.loss_type} has no ratio, so it allows one update per batch only: set "
+            f"loss.loss_type={loss.loss_type} has no ratio, so it allows only one update per batch: set "
             "loss.num_iterations=1 and optim.minibatches=1, or use grpo"
         )
     if config.rollout.max_staleness > 0 and loss.mismatch.kind == "none":
@@ -103,6 +103,32 @@ def _check_distillation(config: Config) -> None:
         )
 
 
+def kl_terms(kl: KLOptions) -> dict[str, KLTermOptions]:
+    """The KL terms by the section that holds them: the reference's, and a teacher's beside it."""
+    return {"kl": kl} if kl.teacher is None else {"kl": kl, "kl.teacher": kl.teacher}
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Errors of a term other than `kl` begin with its section, since they name options of `kl`."""
+    try:
+        yield
+    except KeelError as error:
+        raise error if option == "kl" else KeelError(f"{option}: {error}") from None
+
+
+def kl_pairing(config: Config, term: KLTermOptions | None = None, *, off_policy: bool | None = None) -> Pairing:
+    """The checked pairing of a KL term (by default the reference's) under this loss. `off_policy` overrides what the
+    options imply.
+    """
+    term = term or config.kl
+    return term.pairing(
+        get_loss(config.loss.loss_type).reduction,
+        off_policy=config.off_policy if off_policy is None else off_policy,
+        facts=estimator_facts(term.estimator),
+    )
+
+
 def _kl(config: Config) -> None:
     kl = config.kl
     check_kl(kl, estimator_facts(kl.estimator))
@@ -124,8 +150,8 @@ def _reference(config: Config) -> None:
     check_reference(config.reference.kind, **config.reference.params)
     if len(config.teachers) > 1:
         raise KeelError(
-            "kl.teacher stands beside a reference that is the policy's own start, and reference.model is a teacher "
-            "as well: leave one of them out"
+            "kl.teacher needs a reference made from the initial policy, but reference.model is a teacher "
+            "too: leave one of them out"
         )
     for section, (model, params) in config.teachers.items():
         check_teacher(section, model, **params)
@@ -136,21 +162,21 @@ def _reference(config: Config) -> None:
 
 
 def _check_server(config: Config, section: str) -> None:
-    """Refuse what needs more of a teacher than a server tells: its top tokens, at temperature 1."""
+    """Refuse what needs more of a teacher than a server returns: its top tokens, at temperature 1."""
     option, term = ("kl.teacher", config.kl.teacher) if section == "kl.teacher" else ("kl", config.kl)
     assert term is not None
     if over_vocabulary(term.estimator) and not term.estimator.startswith("topk"):
         raise KeelError(
-            f"{option}.estimator={term.estimator} needs the teacher's whole distribution, and {section}.model is a "
-            f"server, which gives its top tokens: use topk, topk_unbiased, or k1 with {option}.placement=advantage"
+            f"{option}.estimator={term.estimator} needs the teacher's full distribution, but {section}.model is a "
+            f"server, which returns its top tokens: use topk, topk_unbiased, or k1 with {option}.placement=advantage"
         )
     if term.exact:
         raise KeelError(
-            f"{option}.exact needs the teacher's whole distribution, and {section}.model is a server: leave it out"
+            f"{option}.exact needs the teacher's full distribution, but {section}.model is a server: leave it out"
         )
     if config.rollout.temperature != 1:
         raise KeelError(
-            f"{section}.model is a server, whose log-probabilities are at temperature 1, and rollout.temperature is "
+            f"{section}.model is a server, whose log-probabilities are at temperature 1, but rollout.temperature is "
             f"{config.rollout.temperature:g}: set it to 1"
         )
 
@@ -187,7 +213,7 @@ def _rollout(config: Config) -> None:
 
 
 def task_specs(config: Config) -> Iterator[tuple[str, TaskOptions]]:
-    """Yield every task of the configuration with the option that names it."""
+    """Yield every task of the configuration, with the option that names it."""
     yield "task", config.task
     for option, tasks in (("eval.tasks", config.eval.tasks), ("warmstart.task", _warmstart_tasks(config))):
         for index, task in enumerate(tasks):
@@ -216,7 +242,7 @@ def _evaluation(config: Config) -> None:
     temperature = config.rollout.temperature if config.eval.temperature is None else config.eval.temperature
     if temperature == 0 and max(config.eval.k) > 1:
         raise KeelError(
-            f"eval.k asks for pass@{max(config.eval.k)} but at eval.temperature=0 all completions are equal: "
+            f"eval.k includes pass@{max(config.eval.k)}, but at eval.temperature=0 all completions are equal: "
             "set eval.k=[1], or a temperature above 0"
         )
 
@@ -284,32 +310,3 @@ def _warmups(config: Config) -> Iterator[str]:
     for option, (warmup, what) in others.items():
         if warmup > steps:
             yield f"{option} is {warmup} but run.max_steps is {steps}: the run ends during the warm-up of {what}"
-
-
-__all__ = ["advice", "check", "task_specs"]
-
-
-def kl_terms(kl: KLOptions) -> dict[str, KLTermOptions]:
-    """The KL terms by the section that holds them: the reference's, and a teacher's beside it."""
-    return {"kl": kl} if kl.teacher is None else {"kl": kl, "kl.teacher": kl.teacher}
-
-
-@contextmanager
-def _named(option: str) -> Iterator[None]:
-    """Errors of a term other than `kl` begin with its section, since they name options of `kl`."""
-    try:
-        yield
-    except KeelError as error:
-        raise error if option == "kl" else KeelError(f"{option}: {error}") from None
-
-
-def kl_pairing(config: Config, term: KLTermOptions | None = None, *, off_policy: bool | None = None) -> Pairing:
-    """The checked pairing of a KL term (by default the reference's) under this loss. `off_policy` overrides what the
-    options imply.
-    """
-    term = term or config.kl
-    return term.pairing(
-        get_loss(config.loss.loss_type).reduction,
-        off_policy=config.off_policy if off_policy is None else off_policy,
-        facts=estimator_facts(term.estimator),
-    )

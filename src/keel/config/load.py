@@ -62,7 +62,7 @@ def read_config(
         for name, value, _ in native:
             set_option(tree, name, value)
     renamed += _choose_task(tree)
-    # in YAML a section whose options are all commented out is null; it gets its defaults
+    # a section whose options are all commented out is null in YAML; it gets its defaults
     given = {key: value for key, value in tree.items() if value is not None}
     config = validate(given, [name for layer in layers for name, _, _ in layer])
     check(config, installed=installed)
@@ -80,7 +80,7 @@ def _check_masks(layers: Sequence[Sequence[Setting]]) -> None:
 
 
 def _drop_parameters(tree: dict[str, Any], layer: Sequence[Setting]) -> list[str]:
-    """Remove the parameters of plug-ins that a later layer of settings replaces, and return one note for each.
+    """Remove the parameters of plug-ins that a later layer of settings replaces, and return a note for each plug-in.
 
     The new plug-in starts from its own defaults and the values of that layer.
     """
@@ -303,8 +303,6 @@ def unknown_option(name: str, origin: str = "", more: Iterable[str] = (), task: 
 
 def qualify_task_option(override: str) -> str:
     """Prefix an override with `task.` if its name has no section of the configuration."""
-    from keel.config.schema import Config
-
     key = override.lstrip("+").partition("=")[0]
     return override if key.partition(".")[0] in Config.model_fields else f"task.{override}"
 

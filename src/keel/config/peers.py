@@ -8,8 +8,22 @@ from functools import cache
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.config import peer_values, text
-from keel.config.peer_values import CONDITIONS, CONVERSIONS, Convert, Given, Options, Settings, data, full, group_size
+from keel.config import peer_batches, peer_kl, peer_parts, peer_values, text
+from keel.config.peer_kl import gradient
+from keel.config.peer_values import (
+    CONDITIONS,
+    ESTIMATOR,
+    IN_LOSS,
+    Convert,
+    Given,
+    Options,
+    Settings,
+    choice,
+    data,
+    full,
+    group_size,
+    is_positive,
+)
 
 Setting = tuple[str, Any, str]  # dotted name, value, where it was given
 IsOption = Callable[[str], bool]
@@ -24,6 +38,25 @@ UNSUPPORTED_SECTIONS = {
     "critic": "GRPO has no critic and no discount",
     "reward_model": "rewards are functions, named in rewards: [{name, weight}]",
 }
+
+# Conversions too short for a function of their own; the others are functions of these modules.
+CONVERSIONS: Mapping[str, Convert] = {
+    "unchanged": lambda given: given.to(given.value),
+    "is_set": lambda given: given.to(bool(given.value)),
+    "section": lambda given: given.to({}),
+    "null_is_zero": lambda given: given.to(0.0 if given.value is None else given.value),
+    "positive_or_zero": lambda given: given.to(given.value if is_positive(given) else 0),
+    "max_zero": lambda given: given.to(max(0, given.value) if isinstance(given.value, int) else given.value),
+    "kl_loss_type": lambda given: {**choice(given), **({} if given.value == "full" else gradient(given))},
+    "kl_estimator": lambda given: {**choice(given), **(gradient(given) if given.get(IN_LOSS) is True else {})},
+    "norm_adv": lambda given: {} if (is_on := choice(given)) and given.get(ESTIMATOR) == "rloo" else is_on,
+    "clip_low_high": lambda given: dict(zip(("loss.epsilon", "loss.epsilon_high"), given.value, strict=True)),
+    "pass_at": lambda given: given.to([1] if given.value == 1 else [1, given.value]),
+    "vllm_engines": lambda given: given.to("vllm" if given.value else "native"),
+    "betas": lambda given: given.to([given.first("adam_beta1", default=0.9), given.first("adam_beta2", default=0.999)]),
+    "truncation": lambda given: given.to("drop" if given.get("data.filter_overlong_prompts") is True else given.value),
+}
+MODULES = (peer_values, peer_kl, peer_batches, peer_parts)
 
 
 @dataclass(frozen=True)
@@ -68,7 +101,7 @@ class Alias:
         return Given(self.name, self.target, self.reason, self.values, value, settings)
 
     def unread(self, value: Any, settings: Settings) -> str | None:
-        """If the other trainer ignores the option here: when it reads it (may be empty). Otherwise None."""
+        """When the other trainer reads the option (may be empty), if it ignores it here; otherwise None."""
         given = self._given(value, settings)
         return next((note for test, note in map(CONDITIONS.__getitem__, self.when) if not test(given)), None)
 
@@ -115,7 +148,8 @@ def _converted(origin: str, *, use: str = "", when: str = "", unless: str = "", 
     if "only" in row:
         return {**_needless(row["note"], row["only"]), "when": conditions}
     use = use or ("choice" if "values" in row else "unchanged" if {*row} - {"to", "note"} or when or unless else "")
-    convert = CONVERSIONS.get(use) or (getattr(peer_values, use) if use else None)
+    functions = (getattr(module, use) for module in MODULES if hasattr(module, use))
+    convert = CONVERSIONS.get(use) or (next(functions) if use else None)
     note = next((CONDITIONS[name][1] for name in conditions), "")
     row["target"] = row.pop("to", "")
     return {"note": note, **row, "convert": convert, "when": conditions, "unless": full(origin, unless)}
@@ -172,7 +206,9 @@ def _named(name: str) -> Alias | None:
         return table()[name]
     if "." not in name and "_" not in name:
         return None
-    rows = ((whole, alias) for whole, alias in table().items() if not whole.startswith("distillation."))  # named whole
+    rows = (
+        (whole, alias) for whole, alias in table().items() if not whole.startswith("distillation.")
+    )  # the full name
     endings = [alias for whole, alias in rows if whole.endswith(f".{name}")]
     return endings[0] if len({alias.target for alias in endings}) == 1 else None
 

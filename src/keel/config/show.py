@@ -1,43 +1,104 @@
 """Print a configuration as YAML that loads to the same configuration, with each option's description as a comment.
 
-`resolved` gives the values that `null` and `auto` stand for.
+`resolved` gives the effective values of `null` and `auto`, `plugin_options` the options that a plug-in declares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pydantic import BaseModel
 
+from keel.base.errors import KeelError
+from keel.base.options import Options
+from keel.base.parts import options_class
 from keel.base.redact import masked
+from keel.base.validation import read_options
 from keel.config import text
 from keel.config.checks import kl_pairing, kl_terms
-from keel.config.declared import plugin_options
 from keel.config.schema import Config, plain
-from keel.losses import loss_defaults
+from keel.envs.options import TaskOptions
+from keel.kl import get_controller
+from keel.kl.options import ControllerOptions
+from keel.losses import LossOptions, declared_options, loss_defaults
+from keel.reference.kinds import get_reference
+from keel.reference.options import ReferenceOptions
+from keel.rollout.options import EngineOptions
 
-COLUMN = 40  # where comments begin
+COLUMN = 40  # the column of comments
 
 
-def show_config(config: Config, *, comments: bool = True) -> str:
+def plugin_options(section: BaseModel, path: str) -> Options | None:
+    """The declared options of the plug-in that a section names, with the given values.
+
+    None if the plug-in has no options class or cannot be imported: a configuration can be shown without its plug-ins.
+    """
+    try:
+        if isinstance(section, LossOptions):
+            return declared_options(section)
+        factory = _factory(section)
+    except KeelError:
+        return None
+    declared = None if factory is None else options_class(factory)
+    return None if declared is None else read_options(declared, section.model_extra or {}, path)
+
+
+def _factory(section: BaseModel) -> Callable[..., Any] | None:
+    from keel.envs.registry import get_task  # slow to import
+    from keel.rollout.registry import find_engine
+
+    match section:
+        case ControllerOptions():
+            return get_controller(section.name)
+        case ReferenceOptions():
+            return None if section.kind == "auto" else get_reference(section.kind)
+        case TaskOptions():
+            return get_task(section.name)
+        case EngineOptions():
+            return find_engine(section.name)
+    return None
+
+
+def plugin_defaults(config: Config) -> dict[str, Any]:
+    """The defaults of all options that the configuration's plug-ins declare, by dotted name."""
+    sections: dict[str, BaseModel] = {
+        "task": config.task,
+        "rollout.engine": config.rollout.named_engine,
+        "kl.controller": config.kl.controller,
+        "reference": config.reference,
+        "loss": config.loss,
+    }
+    if config.kl.teacher is not None:
+        sections["kl.teacher.controller"] = config.kl.teacher.controller
+    defaults: dict[str, Any] = {}
+    for path, section in sections.items():
+        options = plugin_options(section, path)
+        for name, field in type(options).model_fields.items() if options is not None else ():
+            if name not in type(section).model_fields and not field.is_required():
+                default = field.get_default(call_default_factory=True)
+                defaults[f"{path}.{name}"] = plain(default.model_dump() if isinstance(default, BaseModel) else default)
+    return defaults
+
+
+def show_config(config: Config) -> str:
     """The configuration as YAML with comments, which also give the values of `null` and `auto`. Secrets are masked."""
-    return "\n".join(_lines(config, "", "", resolved(config), comments)) + "\n"
+    return "\n".join(_lines(config, "", "", resolved(config))) + "\n"
 
 
-def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, Any], comments: bool) -> Iterator[str]:
+def _lines(model: BaseModel, path: str, indent: str, resolved_values: dict[str, Any]) -> Iterator[str]:
     for name, field in type(model).model_fields.items():
         value, dotted = getattr(model, name), path + name
         sentence = field.description or ""
         if dotted in resolved_values:
             sentence += f" Here: {text.dump(resolved_values[dotted])}."
         if isinstance(value, BaseModel):
-            yield _line(f"{indent}{name}:", sentence, comments)
-            yield from _lines(value, dotted + ".", indent + "  ", resolved_values, comments)
+            yield _line(f"{indent}{name}:", sentence)
+            yield from _lines(value, dotted + ".", indent + "  ", resolved_values)
         else:
-            yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence, comments)
+            yield _line(f"{indent}{name}: {text.dump(masked(_data(value), name))}", sentence)
     for name, value, sentence in _parameters(model, path):
-        yield _line(f"{indent}{text.dump(name)}: {text.dump(masked(_data(value), name))}", sentence, comments)
+        yield _line(f"{indent}{text.dump(name)}: {text.dump(masked(_data(value), name))}", sentence)
 
 
 def _parameters(model: BaseModel, path: str) -> Iterator[tuple[str, Any, str]]:
@@ -58,12 +119,12 @@ def _data(value: Any) -> Any:
     return [_data(item) for item in value] if isinstance(value, tuple | list) else value
 
 
-def _line(setting: str, sentence: str, comments: bool) -> str:
-    return f"{setting:<{COLUMN}}  # {sentence}" if comments and sentence else setting
+def _line(setting: str, sentence: str) -> str:
+    return f"{setting:<{COLUMN}}  # {sentence}" if sentence else setting
 
 
 def resolved(config: Config) -> dict[str, Any]:
-    """Map dotted options to the values that their `null` or `auto` stands for in this configuration."""
+    """The effective values of options that are `null` or `auto` in this configuration, by dotted name."""
     stands_for = {f"loss.{name}": value for name, value in loss_defaults(config.loss).items()}
     for option, term in kl_terms(config.kl).items():
         if term.gradient == "auto":

@@ -1,6 +1,6 @@
-"""What is wrong with a run, worst first: checks on a run's history, experiments on one batch, readers of peers' logs.
+"""Diagnose a run: checks on its history, experiments on one batch, and readers of other trainers' logs.
 
-Nothing here imports torch until an experiment runs.
+torch is not imported until an experiment runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Proposals that can be followed: computed from the configuration that they are for, so that none is what it has.
+"""Advice that can be applied: each proposal is computed from a configuration and changes at least one of its options.
 
-`tree` is a configuration as plain data, a run's own or as much of a peer's as has a Keel name; `source` says whose, so
-that an option is called what its user calls it.
+`tree` is a configuration as plain data: a run's own, or another trainer's options that have a Keel name. `source` is
+the trainer, so that options are named as its users name them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from keel.doctor.names import option_name
 from keel.doctor.runs import option_of
 
 Tree = Mapping[str, Any]
-START_BETA = 0.01  # β where there was none
-FEEDBACK_CONTROLLERS = ("step", "dual", "pid")  # they answer within some steps; ziegler counts thousands of episodes
+START_BETA = 0.01  # β if there was none
+# these react within a few steps; ziegler's horizon is thousands of episodes
+FEEDBACK_CONTROLLERS = ("step", "dual", "pid")
 
 
 def changes(tree: Tree, options: Options) -> Options:
-    """Those of the options that are not so already."""
+    """The options whose value would change."""
     return {name: value for name, value in options.items() if option_of(tree, name) != value}
 
 
 def either(*parts: Advice | str, joined: str = ", or ") -> Advice:
-    """Several proposals in one sentence; empty ones are left out."""
+    """Join several proposals into one sentence and leave out empty ones."""
     advices = [part if isinstance(part, Advice) else Advice(part) for part in parts if str(part)]
     texts = (part.text if part.proposals else part.text.replace("{", "{{").replace("}", "}}") for part in advices)
     proposals = tuple(proposal for part in advices for proposal in part.proposals)
@@ -36,12 +37,12 @@ def either(*parts: Advice | str, joined: str = ", or ") -> Advice:
 
 
 def setting(text: str, options: Options, otherwise: str = "") -> Advice:
-    """`text` with the options in place of its `{}`; `otherwise` where there is nothing to set."""
+    """`text` with the options in place of its `{}`, or `otherwise` if no option would change."""
     return propose(text, options) if options else Advice(otherwise)
 
 
 def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel") -> Advice:
-    """An option at `factor` times what it is, to two digits, and `how` as text; the text alone where it is unknown."""
+    """An option at `factor` times its value, to two digits, with `how` as text; only `how` if the value is unknown."""
     name, value = option_name(dotted, source), option_of(tree, dotted)
     known = finite(value)
     if known is None or known <= 0:
@@ -56,7 +57,7 @@ def _two_digits(value: float) -> float:
 
 
 def stronger(tree: Tree, source: str = "keel") -> Advice:
-    """A larger β: ten times what it is, or one at all."""
+    """A larger β: ten times the current one, or a first one if there is none."""
     name, beta = option_name("kl.beta", source), option_of(tree, "kl.beta")
     if beta == 0:
         return propose("{}", {name: START_BETA, **(_penalty(tree) if source == "keel" else {})})
@@ -64,26 +65,26 @@ def stronger(tree: Tree, source: str = "keel") -> Advice:
 
 
 def weaker(tree: Tree, source: str = "keel") -> Advice:
-    """A smaller β, where there is one."""
+    """A smaller β, if there is one."""
     return Advice("") if option_of(tree, "kl.beta") == 0 else times(tree, "kl.beta", 0.1, "a tenth of", source)
 
 
 def no_penalty(tree: Tree) -> Options:
-    """β = 0 for good: a controller would take it up again."""
+    """β = 0 with a fixed controller, since another controller would raise β again."""
     steered = option_of(tree, "kl.controller.name") not in (None, "fixed")
     return {"kl.beta": 0, **({"kl.controller": {"name": "fixed"}} if steered else {})}
 
 
 def unpenalized(tree: Tree, why: str, source: str = "keel") -> Advice:
-    """β = 0, and why."""
+    """β = 0, with the reason."""
     return setting(f"{{}} {why}", no_penalty(tree) if source == "keel" else {option_name("kl.beta", source): 0})
 
 
 def steered(tree: Tree, limit: float) -> Options:
-    """A controller that holds the KL per token at half of `limit`, its unit that of the limit; {} where one does.
+    """A controller with a target KL per token of half of `limit`; {} if one is configured already.
 
-    PID answers to the KL of now: it held that of a real model within its band at nine steps of ten, where the dual's
-    β grew until long after the KL had turned (docs/results.md).
+    The controller is PID. It held a real model's KL within its band at nine steps of ten. The dual controller's β kept
+    growing long after the KL had started to fall (docs/results.md).
     """
     now, target = option_of(tree, "kl.controller"), _two_digits(limit / 2)
     now = dict(now) if isinstance(now, Mapping) else {"name": "fixed"}
@@ -92,20 +93,20 @@ def steered(tree: Tree, limit: float) -> Options:
         aimed = now.get("target", 0.05)
         return {"kl.controller.target": target} if isinstance(aimed, int | float) and aimed > target else {}
     start = {} if option_of(tree, "kl.beta") else {"kl.beta": START_BETA, **_penalty(tree)}
-    if set(now) - {"name", "target"}:  # parameters that the new one does not take
+    if set(now) - {"name", "target"}:  # parameters that the new controller does not accept
         return {"kl.controller": {"name": "pid", "target": target}, **start}
     return {"kl.controller.name": "pid", "kl.controller.target": target, **start}
 
 
 def _penalty(tree: Tree) -> Options:
-    """What a pairing needs that nobody looked at while β was 0."""
+    """Options that the estimator, placement and gradient need, which were not checked while β was 0."""
     kl = option_of(tree, "kl")
     formula = formula_of({**tree, "kl": {**kl, "beta": START_BETA}}) if isinstance(kl, Mapping) else None
     return {} if formula is None or formula.right else formula.change
 
 
 def reference(tree: Tree, kind: str) -> Options:
-    """Another reference: the section is replaced where it has parameters that the new kind may not take."""
+    """Another reference kind. The whole section is replaced if it has parameters that the new kind may not accept."""
     now = option_of(tree, "reference")
     if isinstance(now, Mapping) and set(now) - {"kind"}:
         return {"reference": {"kind": kind}}
@@ -113,7 +114,7 @@ def reference(tree: Tree, kind: str) -> Options:
 
 
 def without_dropout(tree: Tree) -> Options:
-    """Dropout off where this configuration turns it on; an adapter that is not there is not asked for."""
+    """Turn dropout off where this configuration turns it on. Without an adapter, its dropout is not mentioned."""
     options: dict[str, Any] = {}
     if option_of(tree, "model.dropout"):
         options["model.dropout"] = False
@@ -123,21 +124,21 @@ def without_dropout(tree: Tree) -> Options:
 
 
 def unfiltered(tree: Tree, source: str = "keel") -> Options:
-    """Sampling from the whole distribution: those filters off that are on."""
+    """Turn off the sampling filters that are on."""
     off = {"rollout.top_p": 1, "rollout.top_k": 0, "rollout.min_p": 0}
     filtering = changes(tree, {name: value for name, value in off.items() if option_of(tree, name) is not None})
     return {option_name(name, source): value for name, value in filtering.items()}
 
 
 def warmed_up(tree: Tree, steps: int = 10) -> Options:
-    """A warm-up of the learning rate that is over before the run is."""
+    """A learning-rate warm-up that ends before the run does."""
     now, end = option_of(tree, "optim.warmup_steps"), option_of(tree, "run.max_steps")
     short = isinstance(now, int) and now < steps
     return {"optim.warmup_steps": steps} if short and (finite(end) or math.inf) > 2 * steps else {}
 
 
 def budget(tree: Tree, limit: float) -> Options:
-    """A budget that takes the run back, or stops it where rollbacks are not allowed; {} where there is one."""
+    """A KL budget that rolls the run back, or stops it if rollbacks are not allowed; {} if one is configured."""
     if option_of(tree, "kl.budget") is not None:
         return {}
     action = "stop" if option_of(tree, "guards.max_rollbacks") == 0 else "rollback"

@@ -1,6 +1,7 @@
-"""Other ways to ask: in another template or none, without a part of it, in another wording.
+"""Alternative prompts: another template or none, without a part of the template, or with another wording.
 
-Gold answers choose the way that the model knows (`decide`); each table says what more it takes to accuse the run's own.
+The log-probability of gold answers selects the alternative (`decide`). Each table states what else is needed to report
+the run's own prompts as wrong.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import html
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from statistics import fmean
@@ -32,12 +33,10 @@ from keel.doctor.rendering import (
     turn_marks,
 )
 from keel.doctor.verdict import Outcome, Verdict
-from keel.models.tiny import CHAT_TEMPLATE
-from keel.rollout.render import TEMPLATES
 from keel.run.build import build_renderer
 
 Prompt = Callable[[Problem], Tokens]
-SHOWN = 80  # characters of a text
+SHOWN = 80  # characters of a text that are shown
 
 
 def asked(name: str, prompt: Prompt, cause: str, advice: str | Advice, severity: Severity | None = None) -> Hypothesis:
@@ -45,7 +44,7 @@ def asked(name: str, prompt: Prompt, cause: str, advice: str | Advice, severity:
 
 
 def with_data(config: Config, options: Options) -> Config:
-    """A configuration with other options of `data`."""
+    """A configuration with other `data` options."""
     update = {name.removeprefix("data."): value for name, value in options.items()}
     return config.model_copy(update={"data": config.data.model_copy(update=update)})
 
@@ -66,52 +65,48 @@ def _plain(subject: KeelSubject, problem: Problem) -> bool:
     return _of_one_turn(subject, problem) and not in_template(subject.renderer, problem)
 
 
-# ------------------------------------------------------------------------ in another template
+# ------------------------------------------------------------------------ templates
 
-_TURNS = "{{% for message in messages %}}{{{{ {} }}}}{{% endfor %}}{{{{ {} }}}}"
-_ROLE = "'<|' + message['role'] + '|>\\n' + message['content'] + "
-
-
-def _turns(turn: str, header: str) -> str:
-    return _TURNS.format(turn, header)
-
-
-# By name: the tokens that a tokenizer must have for it, and the template.
-KNOWN: dict[str, tuple[tuple[str, ...], str]] = {
-    "<|user|>…": (("<|user|>", "<|assistant|>"), CHAT_TEMPLATE),
-    "Zephyr": (("<|user|>", "<|assistant|>"), _turns(_ROLE + "eos_token + '\\n'", "'<|assistant|>\\n'")),
-    "Phi 3": (("<|user|>", "<|assistant|>", "<|end|>"), _turns(_ROLE + "'<|end|>\\n'", "'<|assistant|>\\n'")),
-    "ChatML": (("<|im_start|>", "<|im_end|>"), TEMPLATES["chatml"]),
+# By name: the start of a conversation, each message, and the generation prompt.
+KNOWN = {
+    "<|user|>…": ("{bos}", "<|{role}|>{content}{eos}", "<|assistant|>"),
+    "Zephyr": ("", "<|{role}|>\n{content}{eos}\n", "<|assistant|>\n"),
+    "Phi 3": ("", "<|{role}|>\n{content}<|end|>\n", "<|assistant|>\n"),
+    "ChatML": ("", "<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n"),
     "Llama 3": (
-        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "{{ bos_token }}"
-        + _turns(
-            "'<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] + '<|eot_id|>'",
-            "'<|start_header_id|>assistant<|end_header_id|>\\n\\n'",
-        ),
+        "{bos}",
+        "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
     ),
-    "Gemma": (
-        ("<start_of_turn>", "<end_of_turn>"),
-        "{{ bos_token }}"
-        + _turns(
-            "'<start_of_turn>' + message['role'] + '\\n' + message['content'] + '<end_of_turn>\\n'",
-            "'<start_of_turn>model\\n'",
-        ),
-    ),
-    "Mistral": (("[INST]", "[/INST]"), "{{ bos_token }}" + _turns("'[INST] ' + message['content'] + ' [/INST]'", "''")),
+    "Gemma": ("{bos}", "<start_of_turn>{role}\n{content}<end_of_turn>\n", "<start_of_turn>model\n"),
+    "Mistral": ("{bos}", "[INST] {content} [/INST]", ""),
 }
+MARK = re.compile(r"<\|[^<>|\n]+\|>|<(?:start|end)_of_turn>|\[/?INST\]")
+
+
+def known_form(name: str, tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Render messages in a known template, with its generation prompt."""
+    head, turn, header = KNOWN[name]
+    ends = {"bos": tokenizer.bos_token or "", "eos": tokenizer.eos_token or ""}
+    return head.format(**ends) + "".join(turn.format(**message, **ends) for message in messages) + header
 
 
 def templates(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Templates whose marks are tokens of the tokenizer, with what the run's own prompts begin of an answer."""
+    """Templates whose marks are tokens of the tokenizer, with the answer prefix of the run's own prompts."""
     tokenizer: Any = subject.policy.tokenizer
     known, own = tokenizer.get_vocab(), turn_marks(tokenizer, subject.renderer.template)
     opening = own.opening if own is not None and own.fault is None else ""
-    for name, (marks, template) in KNOWN.items():
-        if all(mark in known for mark in marks):
+
+    def prompt(name: str, problem: Problem) -> Tokens:
+        messages = [{key: m[key] for key in ("role", "content")} for m in messages_in(subject.renderer, problem)]
+        text = known_form(name, tokenizer, messages) + opening
+        return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+
+    for name in KNOWN:
+        if all(mark in known for mark in MARK.findall(known_form(name, tokenizer, [{"role": "user", "content": ""}]))):
             yield asked(
                 f"after prompts in the form of {name} than after those that are rendered",
-                partial(_in_template, subject, template=template, opening=opening),
+                partial(prompt, name),
                 "the chat template is not the one that the model was trained on: other marks, other ends of turns, or "
                 "another header before the answer",
                 "use the template that the model was published with (tokenizer.chat_template), or one of its kind "
@@ -120,32 +115,32 @@ def templates(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 
 def own_templates(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """The tokenizer's template, for prompts that are not put into it."""
+    """The tokenizer's own template, for prompts that are not rendered with it."""
     template, name = own_template(subject.policy.tokenizer), template_name(subject.policy.tokenizer)
     if template:
         yield asked(
             "in the tokenizer's chat template than after the plain prompts",
-            partial(_in_template, subject, template=template, opening=""),
+            partial(_in_template, subject, template=template),
             "prompts are not put into the chat template that the tokenizer brings, in which the model answers better",
             propose("set {}; nothing, if plain prompts are meant", {"data.chat_template": name}),
         )
 
 
-def _in_template(subject: KeelSubject, problem: Problem, template: str, opening: str) -> Tokens:
-    """A prompt in a template; as it is where that refuses it."""
+def _in_template(subject: KeelSubject, problem: Problem, template: str) -> Tokens:
+    """A prompt in a template, or the prompt unchanged if the template refuses it."""
     tokenizer: Any = subject.policy.tokenizer
     messages = [dict(message) for message in messages_in(subject.renderer, problem)]
     try:
         text = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
-    except Exception:  # templates raise what they like
+    except Exception:  # a template may raise any exception
         return subject.prompt(problem)
-    return tuple(int(token) for token in tokenizer.encode(f"{text}{opening}", add_special_tokens=False))
+    return tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
 
 
 def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without the configured system prompt; `auto` leaves texts plain then, so that the template is named too."""
+    """Without the configured system prompt. The template is named as well: `auto` would not render plain texts."""
     text, tokenizer = subject.config.data.system_prompt, subject.policy.tokenizer
     ways: list[dict[str, Any]] = [{"data.system_prompt": None}] if text is not None else []
     if ways and subject.config.data.chat_template == "auto":
@@ -159,10 +154,10 @@ def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
         )
 
 
-# ------------------------------------------------------------------------ without a part
+# ------------------------------------------------------------------------ prompts without a part
 
-CUTS = 5  # places on either side that are tried
-FEWEST = 4  # tokens of an instruction: a rare word or two are a switch that some models have
+CUTS = 5  # positions tried on either side
+FEWEST = 4  # tokens of an instruction: some models use one or two rare words as a switch
 
 
 def _framed(subject: KeelSubject) -> Callable[[Problem], Frame | None]:
@@ -180,7 +175,7 @@ def _framed(subject: KeelSubject) -> Callable[[Problem], Frame | None]:
 
 
 def template_parts(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without what the template writes by itself, part by part."""
+    """Without each of the parts that the template adds to the messages, one part at a time."""
     framed = _framed(subject)
     filled = [problem for problem in subject.problems(CHOOSING) if _filled(subject, problem)]
     frames = [frame for frame in map(framed, filled) if frame is not None]
@@ -204,7 +199,7 @@ def template_parts(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 
 def shared_text(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without the words that all questions begin or end with, up to a sign or to the end of what they share."""
+    """Without the words that all questions share at their beginning or end, up to a sign or as far as they agree."""
     framed = _framed(subject)
 
     def region(problem: Problem) -> tuple[int, int] | None:
@@ -241,7 +236,7 @@ def shared_text(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 
 def _places(subject: KeelSubject, rows: Sequence[Tokens]) -> list[int]:
-    """How many tokens may be left out of what all rows begin with; none of them, first."""
+    """The numbers of shared first tokens that may be removed; 0 comes first."""
     most = min(map(len, rows)) - 1
     shared = next((i for i in range(most) if len({row[i] for row in rows}) > 1), most)
     texts = [_decoded(subject, [token]) for token in rows[0][:shared]]
@@ -250,7 +245,7 @@ def _places(subject: KeelSubject, rows: Sequence[Tokens]) -> list[int]:
     return [0, *reversed(places[:: -max(1, -(-len(places) // CUTS))])]
 
 
-# ------------------------------------------------------------------------ in another wording
+# ------------------------------------------------------------------------ other wordings
 
 _NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 _SPELLED = re.compile(rf"\b(?:{'|'.join(_NUMBERS)})\b", re.IGNORECASE)
@@ -262,19 +257,19 @@ _SIDE_BY_SIDE = re.compile(r"(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])")
 
 
 def _plainly(number: re.Match[str]) -> str:
-    """A number as it is counted with: without places behind the point that say nothing, nor zeros before it."""
+    """A number in its shortest form, without trailing zeros after the point or leading zeros."""
     value = float(re.sub(r"[,_']", "", number[0]))
     return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _shown(text: str) -> str:
-    """In the plain form of every character, without those that are not seen."""
+    """Normalized Unicode without invisible characters."""
     plain = unicodedata.normalize("NFKC", html.unescape(text))
     return "".join(character for character in plain if unicodedata.category(character) != "Cf")
 
 
 def _last_alone(text: str) -> str:
-    """From the last place at which the first word stands again, as where rows were joined."""
+    """The text from the last repetition of its first word, for questions that are several joined rows."""
     first = re.match(r"\s*([^\W\d]{2,})", text)
     places = re.finditer(rf"(?<![^\W\d]){re.escape(first[1])}(?![^\W\d])", text) if first else ()
     return text[[place.start() for place in places][-1] :] if first else text
@@ -309,7 +304,7 @@ CUT_SHORT: dict[str, Callable[[str], str]] = {
 
 
 def reworded(problem: Problem, way: Callable[[str], str], *, alone: bool = False) -> Problem:
-    """A problem whose last message is worded otherwise, `alone` without earlier turns; as it was if nothing is left."""
+    """A problem with its last message reworded, `alone` without earlier turns. Unchanged if nothing would be left."""
     own = [dict(message) for message in messages_of(problem)]
     earlier = [message for message in own[:-1] if not alone or message["role"] == "system"]
     text = way(own[-1]["content"])
@@ -335,7 +330,7 @@ def wordings(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 
 def shorter(subject: KeelSubject) -> Iterator[Hypothesis]:
-    yield from _worded(subject, CUT_SHORT, severity="warning")  # what is left out may be what one is told to do
+    yield from _worded(subject, CUT_SHORT, severity="warning")  # the removed text may be an instruction
     alone = next(_worded(subject, {"by their last message alone": str}, severity="warning"))
     prompt = partial(_last_message, subject)
     yield replace(alone, apply=swap(prompt=prompt))
@@ -345,89 +340,50 @@ def _last_message(subject: KeelSubject, problem: Problem) -> Tokens:
     return subject.prompt(reworded(problem, str, alone=True))
 
 
-# ------------------------------------------------------------------------ marks that are none
+# ------------------------------------------------------------------------ marks that are not tokens
 
-MARK = re.compile("|".join([r"<\|[^<>|\n]+\|>", *sorted({re.escape(m) for marks, _ in KNOWN.values() for m in marks})]))
-MARKED = 8  # problems
+MARKED = 8  # number of problems whose rendered prompts are searched for marks
 
 
-def odd_marks(subject: KeelSubject) -> Iterator[Verdict]:
-    """Marks of turns that are no tokens, and prompts that hold padding or end like a text.
-
-    Unless the model was trained on just that: then it knows gold answers behind them, and less so without.
-    """
+def spelled_marks(subject: KeelSubject) -> Iterator[Verdict]:
+    """Turn marks that are not tokens, unless the model knows gold answers after them and less well without."""
     tokenizer: Any = subject.policy.tokenizer
-    problems = [p for p in subject.problems(MARKED) if subject.answer(p) and _of_one_turn(subject, p)]
-    filled = [p for p in problems if in_template(subject.renderer, p)]
-    plain = [p for p in problems if p not in filled]
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    spelled = _spelled(subject, filled[0]) if filled else []
+    problems = [p for p in subject.problems(MARKED) if subject.answer(p) and _filled(subject, p)]
+    spelled = _spelled(subject, problems[0]) if problems else []
 
     def bare(problem: Problem) -> Tokens:
         text = messages_in(subject.renderer, problem)[-1]["content"]
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-    if spelled and not _is_own(subject, filled, bare):
-        mark, pieces = spelled[0], len(tokenizer.encode(spelled[0], add_special_tokens=False))
-        evidence = f"the chat template writes {', '.join(map(repr, spelled))}: {mark!r} becomes {pieces} tokens"
-        yield Verdict.found(
-            tokenizer_finding(f"{evidence}, although it is one of the vocabulary")
-            if mark in tokenizer.get_vocab()
-            else finding(
-                "prompt/format",
-                f"{evidence}, none of them a mark, and gold answers are no likelier for it",
-                "the template is another model's: this one has no such token and reads letters in place of marks",
-                "give a base model plain prompts (data.chat_template=none), or use the template that the model was "
-                "published with",
-            )
-        )
+    if not spelled or _is_own(subject, problems, bare):
         return
-    known = pad is not None and end is not None and pad not in (end, tokenizer.bos_token_id, tokenizer.unk_token_id)
-    chosen = filled or plain
-    padded = known and bool(chosen) and all(pad in _unpadded(subject.prompt(p), pad) for p in chosen)
-    if padded and not _is_own(subject, chosen, lambda p: tuple(end if t == pad else t for t in subject.prompt(p))):
-        yield Verdict.found(
-            finding(
-                "prompt/format",
-                f"{tokenizer.pad_token!r}, the pad token, stands within all of {len(chosen)} prompts, and gold "
-                f"answers are no likelier for it than for {tokenizer.eos_token!r} in its place",
-                "the chat template ends turns in the token that fills up batches, or prompts were padded before "
-                "they came: no model is trained to read it, and what masks padding by its id masks these, too",
-                f"end turns in {tokenizer.eos_token!r}, or in what the model was published with "
-                "(tokenizer.chat_template), and give prompts without padding",
-            )
+    pieces = len(tokenizer.encode(spelled[0], add_special_tokens=False))
+    evidence = f"the chat template writes {', '.join(map(repr, spelled))}: {spelled[0]!r} becomes {pieces} tokens"
+    yield Verdict.found(
+        tokenizer_finding(f"{evidence}, although it is one of the vocabulary")
+        if spelled[0] in tokenizer.get_vocab()
+        else finding(
+            "prompt/format",
+            f"{evidence}, none of them a mark, and gold answers are no likelier for it",
+            "the template is another model's: this one has no such token and reads letters in place of marks",
+            "give a base model plain prompts (data.chat_template=none), or use the template that the model was "
+            "published with",
         )
-    ends = set(subject.policy.eos_ids) - {tokenizer.bos_token_id}
-    ended = bool(plain) and all(len(subject.prompt(p)) > 1 and subject.prompt(p)[-1] in ends for p in plain)
-    if ended and not _is_own(subject, plain, lambda p: subject.prompt(p)[:-1]):
-        yield Verdict.found(
-            finding(
-                "prompt/format",
-                f"all of {len(plain)} prompts end in {_decoded(subject, subject.prompt(plain[0])[-1:])!r}, the end "
-                "of a text, and gold answers are no likelier for it",
-                "the tokenizer adds its end token to every text (add_eos_token), or prompts are written with it",
-                "switch add_eos_token off, or take the end token out of the prompts",
-            )
-        )
+    )
 
 
 def _spelled(subject: KeelSubject, problem: Problem) -> list[str]:
-    """Marks in a rendered prompt, and in no message, that take several tokens."""
+    """Marks in the rendered prompt, but in no message, that take several tokens."""
     tokenizer: Any = subject.policy.tokenizer
-    said = " ".join(message["content"] for message in messages_in(subject.renderer, problem))
-    marks = [m for m in dict.fromkeys(MARK.findall(_decoded(subject, subject.prompt(problem)))) if m not in said]
+    content = " ".join(message["content"] for message in messages_in(subject.renderer, problem))
+    marks = [m for m in dict.fromkeys(MARK.findall(_decoded(subject, subject.prompt(problem)))) if m not in content]
     return [mark for mark in marks if len(tokenizer.encode(mark, add_special_tokens=False)) > 1]
 
 
-def _unpadded(tokens: Tokens, pad: int) -> Tokens:
-    begin = next((i for i, token in enumerate(tokens) if token != pad), 0)
-    return tokens[begin:]
-
-
 def _is_own(subject: KeelSubject, problems: Sequence[Problem], other: Prompt) -> bool:
-    """Whether the model knows answers behind its prompts, and less so behind other ones, by more than chance.
+    """Whether the model finds answers more likely after its own prompts than after others, beyond chance.
 
-    Where a few problems leave that open, they are the model's own: what is said of a template must be sure.
+    If too few problems are known to decide this, the answer is yes, since a finding about the template must be certain.
     """
     if not all(other(problem) for problem in problems):
         return True
@@ -439,12 +395,28 @@ def _is_own(subject: KeelSubject, problems: Sequence[Problem], other: Prompt) ->
     return fmean(lost) < 0 or len(lost) < 2 or by_mean(lost) > subject.thresholds["false_alarms"]
 
 
-# ------------------------------------------------------------------------ all of them
+# ------------------------------------------------------------------------ the measure
 
-# In order: the first that is found is the one; each has an equal part of the level of prompt/format.
+
+def begun(subject: KeelSubject) -> Iterator[Hypothesis]:
+    """Prompts that begin with BOS, if none does now."""
+    tokenizer: Any = subject.policy.tokenizer
+    bos = tokenizer.bos_token_id
+    if bos is not None and not any(bos in subject.prompt(p)[:CUTS] for p in subject.problems(CHOOSING)):
+        yield Hypothesis(
+            f"after prompts that begin with {tokenizer.bos_token!r}, as none of the run's does",
+            "prompt/no-bos",
+            "the model was trained on texts that begin with BOS, and the tokenizer or the template leaves it out",
+            "let the tokenizer add BOS (add_bos_token), or write it at the head of the chat template",
+            swap(prompt=lambda problem: (bos, *subject.prompt(problem))),
+        )
+
+
+# In order of priority: the first match is reported. Each gets an equal part of the level of prompt/format.
 TABLES: dict[str, Table] = {
     "plain prompts": Table(own_templates, _plain, earns="more"),
     "another template": Table(templates, _filled),
+    "BOS": Table(begun, _of_one_turn),
     "a part of the template": Table(template_parts, _filled, foreign=True),
     "the system prompt": Table(without_system, _filled, earns="more"),
     "what questions share": Table(shared_text, _of_one_turn, foreign=True, earns="not less"),
@@ -454,12 +426,12 @@ TABLES: dict[str, Table] = {
 
 
 def measure_format(subject: KeelSubject) -> Outcome:
-    """Other templates, without parts of it or of the question, in other words: which makes gold answers likelier."""
+    """Whether gold answers become more likely in another template, without parts of the prompt, or reworded."""
     verdicts = list[Verdict]()
     alpha = level(subject.thresholds) / len(TABLES)
     for name, table in TABLES.items():
         if name == "a part of the template":
-            verdicts += odd_marks(subject)
+            verdicts += spelled_marks(subject)
         if not any(verdict.state == "found" for verdict in verdicts):
             verdict, chosen = decide(table, subject, alpha=alpha)
             verdicts.append(verdict)

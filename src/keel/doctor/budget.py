@@ -1,4 +1,4 @@
-"""A batch that a large model can be tried on within minutes: fewer and shorter completions of those sampled."""
+"""Reduce the batch for a large model, so that a preflight takes minutes: fewer and shorter completions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from statistics import pstdev
 from keel.base.types import Completion, Group
 from keel.doctor.keel_subject import KeelSubject
 
-PASS_FLOP = 1.1e11  # one forward over the batch: some seconds on a core, and a preflight takes some fifty
+PASS_FLOP = 1.1e11  # FLOP of one forward over the batch: some seconds on one CPU core; a preflight needs about fifty
 QUICK_SHARE = 1 / 4
 GPU_TIMES = 1000
 LEAST_GROUPS, LEAST_TOKENS = 2, 16
 
 
 def within_budget(setup: KeelSubject, *, quick: bool = False) -> KeelSubject:
-    """The setup as it is where a pass over its batch is cheap; else one of fewer completions, cut where they are long.
+    """Return the setup unchanged if a forward over its batch is cheap, else one with fewer and shorter completions.
 
-    Rewards and ends stay those of the whole completions, and the groups whose rewards differ most are preferred: what
-    is compared pass against pass needs few tokens, and an update needs advantages.
+    Rewards and stop reasons of the full completions are kept. Groups whose rewards differ most are preferred, because
+    an update needs advantages. Comparing two passes needs few tokens.
     """
     limit = token_budget(setup, quick)
     groups = sorted(setup.groups, key=lambda group: -pstdev(reward.total for reward in group.rewards))
@@ -48,14 +48,14 @@ def within_budget(setup: KeelSubject, *, quick: bool = False) -> KeelSubject:
 
 
 def token_budget(setup: KeelSubject, quick: bool) -> float:
-    """Tokens of a batch whose forward is within reach, by the size of the model and the device it is on."""
+    """Number of tokens that a forward can afford, by the size of the model and its device."""
     size = sum(parameter.numel() for parameter in setup.policy.model.parameters())
     times = (QUICK_SHARE if quick else 1.0) * (1 if setup.policy.device.type == "cpu" else GPU_TIMES)
     return times * PASS_FLOP / (2 * size)
 
 
 def budget_note(setup: KeelSubject, whole: KeelSubject) -> str:
-    """What was left out, as a line."""
+    """One line that says what was left out."""
     rows, length = len(setup.batch.completions), max(len(c.tokens) for c in setup.batch.completions)
     return (
         f"passes over the model were tried on {rows} of {len(whole.batch.completions)} completions, up to {length} "
@@ -68,7 +68,7 @@ def _tokens(groups: Sequence[Group]) -> int:
 
 
 def _cut(setup: KeelSubject, completion: Completion, length: int) -> Completion:
-    """The beginning of a completion, which the policy has sampled as well; how the whole one ended stays."""
+    """The first tokens of a completion, also a sample of the policy, with the full completion's stop reason."""
     if len(completion.tokens) <= length:
         return completion
     tokens = completion.tokens[:length]

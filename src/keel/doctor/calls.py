@@ -1,7 +1,7 @@
-"""What tools return: the batch's first calls made again, each alone and after those of others.
+"""Check tool results: repeat the batch's first calls, each alone and after the calls of other episodes.
 
-A call has one result: its own, all of it, the same for the same call, another for another one. Each row of the tables
-is a property that this implies, without a guess at what the tool should say.
+A call should return its own, complete result: the same for an equal call, another for a different call. Each row of the
+tables tests one consequence, without assuming what the tool should return.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
@@ -19,7 +18,7 @@ from keel.base.types import Group, Problem
 from keel.doctor.evidence import more_groups
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.leaks import answer_of, leak_findings
+from keel.doctor.probes.problems import answer_of, leak_findings
 from keel.doctor.rendering import words
 from keel.doctor.replayed import FEWEST, MOST, Replayed, Wrong, asked_of, replayed
 from keel.doctor.replies import (
@@ -35,16 +34,13 @@ from keel.doctor.replies import (
 from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 
-ALL = 0.99  # of the calls
-GOLDS = 2  # gold turns that are played
-PROBLEMS = 16  # on which a tool says the same: two outcomes are alike on so many once in 30,000 times
-LEAST_CUT, LEFT = 2.0, 64  # a result is lost where so many times as much is cut off as is left, and so few characters
-ALIKE = 0.1  # by which two results of one call are more alike than those of two calls, at least
-SHOWN = 60  # characters
+ALL = 0.99  # least share of the calls, for properties that must hold for almost all
+GOLDS = 2  # number of gold first turns that are replayed
+PROBLEMS = 16  # number of problems; two random outcomes agree on all of them once in 30,000 times
+ALIKE = 0.1  # least excess similarity of two results of one call over those of two different calls
+SHOWN = 60  # characters that are shown
 
-_CUT = re.compile(r"\n\[cut: (\d+) characters more\]")
-_BYTES = re.compile(r"\s*b(['\"]).*\1\s*", re.DOTALL)
-# Words that something was done, or a verdict: many calls may earn the same one.
+# Confirmations and verdicts, which many different calls may return.
 _DONE = re.compile(
     r"ok|okay|done|success\w*|true|false|yes|no|(?:in)?valid|(?:in)?correct|right|wrong|saved|stored|written|executed|"
     r"completed?|accepted|received|sent|added|updated|deleted|removed|finished|passed|failed|status|results?|"
@@ -56,7 +52,7 @@ Rows = Sequence[Replayed]
 
 @dataclass(frozen=True)
 class Property:
-    """`breaks` gives the calls that break it, and those that were looked at; more than `most` of these break it."""
+    """`breaks` returns the violating calls and all calls examined. More than the share `most` must violate it."""
 
     breaks: Callable[[KeelSubject, Rows], tuple[Rows, Rows]]
     broken: Wrong
@@ -66,22 +62,16 @@ class Property:
         wrong, of = self.breaks(setup, rows)
         if len(wrong) < FEWEST or len(wrong) <= self.most * len(of):
             return None
-        heard = dict.fromkeys((wrong[0].shown, wrong[0].first, wrong[0].again))
-        shown = " / ".join(repr(text.strip()[-SHOWN:]) for text in heard if text is not None)
+        texts = dict.fromkeys((wrong[0].shown, wrong[0].first, wrong[0].again))
+        shown = " / ".join(repr(text.strip()[-SHOWN:]) for text in texts if text is not None)
         return self.broken._replace(evidence=f"{len(wrong)} of {len(of)} calls {self.broken.evidence}: {shown}")
 
 
 def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The first property that does not hold; nothing where no call of the batch was answered."""
-    rows, ends = replayed(setup)
-    if len(ends) < FEWEST:
-        return
-    tests: tuple[Callable[[], Wrong | None], ...] = (
-        lambda: _ended_by_others(ends),
-        *(partial(row.judge, setup, rows) for row in PROPERTIES),
-        lambda: _whatever_is_asked(setup, rows),
-    )
-    wrong = next((broken for test in tests if (broken := test()) is not None), None)
+    """The first property that is violated; nothing if no call of the batch was answered."""
+    rows = replayed(setup)
+    wrong = next((broken for row in PROPERTIES if (broken := row.judge(setup, rows))), None)
+    wrong = wrong or _whatever_is_asked(setup, rows)
     if wrong is not None:
         yield finding(
             "tool/failing",
@@ -91,7 +81,7 @@ def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findin
             "function), and let the template write messages of the role tool" + wrong.unless,
             wrong.in_failures if wrong.in_failures is not None and _failing(setup, thresholds) else wrong.severity,
         )
-    yield from _told(setup, rows, thresholds)
+    yield from _leaks(setup, rows, thresholds)
 
 
 def _failing(setup: KeelSubject, thresholds: Thresholds) -> bool:
@@ -100,22 +90,11 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> bool:
     return parsed < thresholds["parse_rate_warning"] or cut > thresholds["truncated_completions_error"]
 
 
-def _ended_by_others(ends: Sequence[tuple[bool, bool]]) -> Wrong | None:
-    """One and the same turn that ends an episode and not the next: an environment that draws lots does so by half."""
-    odd = sum(first != again for first, again in ends)
-    if odd < FEWEST or odd <= MOST * len(ends):
-        return None
-    return Wrong(
-        f"{odd} of {len(ends)} first turns, said twice in new episodes of their problem, end one and not the other",
-        "episodes share what each should have for itself, such as a count of turns",
-    )
-
-
-# ------------------------------------------------------------------------ a call and its result
+# ------------------------------------------------------------------------ properties of a call's result
 
 
 def _lost(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
-    """Of a tool that says the same each time: what dice showed another time is no other episode's."""
+    """Results that the episode was not shown in full. Only tools with repeatable results are checked."""
     shown = [row for row in rows if row.shown is not None and row.again.strip()]
     steady = [row for row in shown if row.is_steady]
     if len(steady) <= MOST * len(shown):
@@ -130,7 +109,7 @@ def _late(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
 
 
 def _unrelated(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
-    """Results that change from one call to the next equal one as much as between calls that differ."""
+    """Results of repeated calls that are no more similar than results of different calls."""
     results = [row for row in rows if row.is_result and not is_useless(row.again)]
     pairs = [(a, b) for a in results for b in results if a.asked != b.asked and a.problem.key != b.problem.key]
     if len(results) < 2 * FEWEST or not pairs:
@@ -146,38 +125,14 @@ def _likeness(one: str, other: str) -> float:
     return len(a & b) / max(1, len(a | b))
 
 
-def _by_others(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
-    """Calls that return the same twice in a row, something else after other episodes' calls, and the same once more.
-
-    The last is after the call that came before at first: a clock that went on or a server's limit brings nothing back.
-    """
-    if not all(row.first == row.again for row in rows):
-        return [], rows
-    moved, played, last = list[Replayed](), list[Replayed](), rows[-PROBLEMS // 2 - 2 :]
-    for before, row, after in [*zip(last, last[1:], last[2:], strict=False)][::-1]:  # each after another than before
-        with suppress(Exception):
-            reply = contents(answers_again(setup, row.problem, row.text))
-            if len({r.problem.key for r in (row, before, after)}) < 3 or is_useless(reply):
-                continue
-            played.append(row)
-            if reply != row.again:
-                answers_again(setup, before.problem, before.text)
-                back = contents(answers_again(setup, row.problem, row.text)) == row.again
-                moved += [replace(row, first=reply)] if back else []
-    return moved, played
-
-
 def _unreadable(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
-    """Results of which the tokenizer keeps no word, that are bytes written out, or of which next to nothing is left."""
+    """Results in which the tokenizer keeps no word."""
     encode, decode = setup.policy.tokenizer.encode, setup.policy.tokenizer.decode
 
     def lost(row: Replayed) -> bool:
         bare = TAG.sub(" ", row.again)
-        said, kept = words(bare), words(str(decode(encode(bare, add_special_tokens=False), skip_special_tokens=True)))
-        parts = _CUT.split(bare)  # text, characters that were cut, text, …
-        left, gone = sum(len(squeezed(part)) for part in parts[::2]), sum(map(int, parts[1::2]))
-        without_tokens = bool(said) and not set(said) & set(kept) and "".join(said) not in "".join(kept)
-        return without_tokens or _BYTES.fullmatch(bare) is not None or (left <= LEFT and gone > LEAST_CUT * left)
+        own, kept = words(bare), words(str(decode(encode(bare, add_special_tokens=False), skip_special_tokens=True)))
+        return bool(own) and not set(own) & set(kept) and "".join(own) not in "".join(kept)
 
     return [row for row in rows if lost(row)], rows
 
@@ -187,17 +142,9 @@ def _where(breaks: Callable[[Replayed], bool]) -> Callable[[KeelSubject, Rows], 
 
 
 def _holds(longer: str, shorter: str) -> bool:
-    """Whether all words of a text stand in a longer one, in their order and right behind each other."""
+    """Whether a longer text contains all words of a text, in order and without gaps."""
     part, whole = (f" {' '.join(words(TAG.sub(' ', text)))} " for text in (shorter, longer))
     return bool(part.strip()) and part != whole and part in whole
-
-
-def _piles_up(row: Replayed) -> bool:
-    """Whether a result holds the one before it and more, or ends with what both end with, twice."""
-    one, two = (words(TAG.sub(" ", text)) for text in (row.first, row.again))
-    sizes = range(1, min(len(one), len(two) // 2) + 1)
-    alike = [size for size in sizes if one[-size:] == two[-size:] == two[-2 * size : -size]]
-    return _holds(row.again, row.first) or any(one[-2 * size : -size] != one[-size:] for size in alike)
 
 
 def _bare(text: str) -> str:
@@ -205,12 +152,12 @@ def _bare(text: str) -> str:
 
 
 def _is_echo(row: Replayed) -> bool:
-    """Whether a reply is the turn itself, or all its call gives, and nothing more; a tool to think with does that."""
-    said = {_bare(row.text)}
+    """Whether a reply only repeats the turn or the arguments of its call, as a "think" tool does."""
+    echoes = {_bare(row.text)}
     if isinstance(row.asked, tuple):
         values = [value for _, arguments in row.asked for value in (json.loads(arguments) or {}).values()]
-        said.add(squeezed("".join(map(str, values))))
-    return _bare(row.again) in said - {""}
+        echoes.add(squeezed("".join(map(str, values))))
+    return _bare(row.again) in echoes - {""}
 
 
 _SHARED = "episodes share what each should have for itself"
@@ -230,7 +177,7 @@ PROPERTIES: tuple[Property, ...] = (
         ),
     ),
     Property(
-        _where(lambda row: bool(row.first.strip()) and row.first != row.again and _piles_up(row)),
+        _where(lambda row: bool(row.first.strip()) and _holds(row.again, row.first)),
         Wrong(
             "return what they did before and more when made again in a new episode",
             "the tool keeps what other episodes asked for, and every result holds theirs",
@@ -248,15 +195,7 @@ PROPERTIES: tuple[Property, ...] = (
         _unreadable,
         Wrong(
             "have results that cannot be read",
-            "max_characters of the tool leaves next to nothing, it returns bytes and not a text, or characters that "
-            "the tokenizer has no tokens for",
-        ),
-    ),
-    Property(
-        _where(lambda row: "assistant" in row.roles),
-        Wrong(
-            "are answered in the role assistant, as if the model had said it",
-            "the environment writes its reply into the model's own turn",
+            "the tool returns characters that the tokenizer has no tokens for",
         ),
     ),
     Property(
@@ -271,47 +210,41 @@ PROPERTIES: tuple[Property, ...] = (
     Property(
         _where(_is_echo),
         Wrong(
-            "are repeated to who made them, and nothing else is said",
+            "get their own text back and nothing else",
             "the tool returns its own arguments, or the environment hands the model's text back to it",
             "warning",
-            "; if the environment is meant to repeat what it is told, nothing",
+            "; nothing, if the environment is meant to echo",
             "error",
         ),
         ALL,
     ),
-    Property(
-        _by_others,
-        Wrong(
-            "return something else after calls of other episodes, and the same again after those of before",
-            f"{_SHARED}: what another one asked decides what this one is told",
-        ),
-    ),
 )
 
 
-# ------------------------------------------------------------------------ whatever is asked
+# ------------------------------------------------------------------------ equal results for different calls
 
 
 def _whatever_is_asked(setup: KeelSubject, rows: Rows) -> Wrong | None:
-    """One and the same result for different calls of many problems, and no mere word that something was done.
+    """One equal result for different calls of many problems, apart from a mere confirmation.
 
-    Calls that are all wrong may earn one reply, so that gold ones must have it as well; where no gold turn is a call of
-    a tool, it is a warning.
+    If all calls are wrong, one reply to all of them is right. Calls in gold turns must therefore get the same reply. If
+    no gold turn calls a tool, the finding is a warning.
     """
-    results = [row for row in rows if not is_useless(row.again)]  # a call may be the model's own mistake
-    said = {row.again for row in results if row.is_result}
-    if len(said) != 1 or len({row.asked for row in results}) < FEWEST or len(results) <= MOST * len(rows):
+    # a useless reply may be due to a mistake in the model's call
+    results = [row for row in rows if not is_useless(row.again)]
+    seen = {row.again for row in results if row.is_result}
+    if len(seen) != 1 or len({row.asked for row in results}) < FEWEST or len(results) <= MOST * len(rows):
         return None
-    (result,) = said
+    (result,) = seen
     result_words = words(TAG.sub(" ", result))
     if all(map(_DONE.fullmatch, result_words)) and not (result_words and all(map(str.isdecimal, result_words))):
         return None
     golds = _to_gold_turns(setup, rows)
     if golds - {result} or not (golds or rows[0].of_tool):
         return None
-    known = {row.problem.key: (row.asked, row.again) for row in results}  # by problem, a call and what it returns
+    known = {row.problem.key: (row.asked, row.again) for row in results}  # by problem: a call and its result
 
-    def heard(groups: Sequence[Group]) -> set[str]:
+    def returned(groups: Sequence[Group]) -> set[str]:
         for group in groups:
             if group.problem.key not in known and len(known) < PROBLEMS:
                 text = first_turn(group.completions[0], setup.policy.tokenizer, setup.sampling.stop)
@@ -320,9 +253,9 @@ def _whatever_is_asked(setup: KeelSubject, rows: Rows) -> Wrong | None:
                     known[group.problem.key] = asked_of(episode, text), contents(reply)
         return {reply for _, reply in known.values() if reply and not is_useless(reply)}
 
-    more_groups(setup, "tool/failing", lambda groups: heard(groups) == {result} and len(known) < PROBLEMS)
+    more_groups(setup, "tool/failing", lambda groups: returned(groups) == {result} and len(known) < PROBLEMS)
     asked = [call for call, reply in known.values() if reply == result]
-    if heard(()) != {result} or len(asked) <= MOST * PROBLEMS or len(set(asked)) < FEWEST:
+    if returned(()) != {result} or len(asked) <= MOST * PROBLEMS or len(set(asked)) < FEWEST:
         return None
     return Wrong(
         f"{len(set(asked))} different calls in {len(asked)} problems have one and the same result: "
@@ -335,22 +268,22 @@ def _whatever_is_asked(setup: KeelSubject, rows: Rows) -> Wrong | None:
 
 
 def _to_gold_turns(setup: KeelSubject, rows: Rows) -> set[str]:
-    """What gold first turns are answered that are not all that the model says; "" for the end of an episode."""
-    task, heard = setup.run.task, list[str]()
+    """The replies to gold first turns that differ from the model's turns; "" where the episode ends."""
+    task, replies_to_gold = setup.run.task, list[str]()
     for problem in {row.problem.key: row.problem for row in rows}.values():
         with suppress(Exception):  # as above; a task may have no gold turns
             gold = task.gold_turns(problem)[0]
-            said = [squeezed(row.text) for row in rows if row.problem.key == problem.key]
-            if len(heard) >= GOLDS or all(squeezed(gold) in text for text in said):
+            made = [squeezed(row.text) for row in rows if row.problem.key == problem.key]
+            if len(replies_to_gold) >= GOLDS or all(squeezed(gold) in text for text in made):
                 continue
             with played_again(setup, problem, [gold]) as (episode, (reply, *_)):
                 calls = not isinstance(episode, ToolEpisode) or bool(asked_of(episode, gold))
-                heard += [contents(reply)] if calls else []
-    return set(heard)
+                replies_to_gold += [contents(reply)] if calls else []
+    return set(replies_to_gold)
 
 
-def _told(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[Finding]:
-    """Replies that hold the answer of the problem, whatever is asked: also to the call of another one."""
+def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[Finding]:
+    """Replies that contain the problem's answer whatever is asked, including the call of another problem."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
     if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
         return

@@ -1,4 +1,4 @@
-"""Which findings of a diagnosis count: causes before their symptoms (causes.yaml), and none that mean nothing here."""
+"""Which findings count: causes come before their symptoms (causes.yaml), and findings out of scope are removed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from keel.base.yaml_text import load_package_yaml
 from keel.doctor.findings import CODES, SEVERITIES, Finding, ranked
 from keel.doctor.runs import option_of
 
-_AS_BROAD = 0.9  # of the share that a symptom concerns
-_MERE_EFFECTS = {"data/misaligned": "advantage/amplified"}  # of a cause, however mildly that is said
+_AS_BROAD = 0.9  # least share that a cause affects, relative to that of its symptom
+# plain effects of a cause, even if the cause's severity is lower
+_MERE_EFFECTS = {"data/misaligned": "advantage/amplified"}
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One row: the codes that a cause explains, by when it does, and the sentence that says why."""
+    """One row: a cause, the codes that it explains and under which condition, and a sentence with the reason."""
 
     why: str
     explains: tuple[str, ...] = ()
@@ -24,7 +25,7 @@ class Cause:
     later: tuple[str, ...] = ()
 
     def at_once(self, log: bool) -> tuple[str, ...]:
-        """What it explains from the first step on."""
+        """The codes that the cause explains from the first step on."""
         return (*self.explains, *(self.in_logs if log else ()))
 
 
@@ -46,10 +47,10 @@ def symptoms(
     from_start: Collection[str] = (),
     holds: Callable[[str, str], bool] = lambda cause, symptom: True,
 ) -> set[str]:
-    """Which codes of `among` a cause explains, directly or through others of them, by edges that hold.
+    """The codes of `among` that a cause explains, directly or through other symptoms, along edges that hold.
 
-    `log` says that they are of a run, and `from_start` which of them its first step has shown already: no update has
-    caused those.
+    `log` says that the findings are from a run's log. `from_start` are those that its first step showed already, which
+    no update can have caused.
     """
     reached: set[str] = set()
     queue = [code]
@@ -66,10 +67,11 @@ def symptoms(
 
 
 def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[str] = ()) -> tuple[Finding, ...]:
-    """Findings worst first, those whose cause was found too as notes "explained by CAUSE: …".
+    """Findings worst first. Findings with a found cause become notes "explained by CAUSE: …".
 
-    A cause that is a note or a guess explains nothing, nor what is broader than itself, and one that is milder than
-    usual nothing that is graver but a mere effect; one that explains is as grave as the gravest of the others.
+    A note or a guess explains nothing. A cause does not explain a symptom that affects a larger share. A cause below
+    its usual severity explains a more severe symptom only if that is a plain effect. A cause gets the highest severity
+    of its symptoms.
     """
     listed = ranked(findings)
     serious = {finding.code: finding for finding in reversed(listed) if finding.severity != "note"}
@@ -80,12 +82,13 @@ def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[st
 
     explained = {code: symptoms(code, serious, log=log, from_start=from_start, holds=holds) for code in causes}
     roots = [code for code in causes if not any(code in explained[other] for other in causes)]
-    root_of = {symptom: root for root in roots for symptom in explained[root]}  # the last one is the worst
+    # later entries are more severe and take precedence
+    root_of = {symptom: root for root in roots for symptom in explained[root]}
     return tuple(ranked(_with_cause(finding, root_of, listed) for finding in listed))
 
 
 def _accounts_for(cause: Finding, symptom: Finding) -> bool:
-    """Whether a cause is broad and grave enough, where that is known."""
+    """Whether a cause affects a large enough share and is severe enough, as far as both are known."""
     if cause.share is not None and symptom.share is not None and cause.share < _AS_BROAD * symptom.share:
         return False
     if _MERE_EFFECTS.get(cause.code) == symptom.code:
@@ -96,7 +99,7 @@ def _accounts_for(cause: Finding, symptom: Finding) -> bool:
 
 
 def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[Finding]) -> Finding:
-    """A symptom as the note that it is; a cause as grave as its gravest symptom."""
+    """A symptom becomes a note. A cause gets the severity of its most severe symptom."""
     if finding.severity == "note":
         return finding
     root = root_of.get(finding.code)
@@ -106,7 +109,7 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
             severity="note",
             explained_by=root,
             evidence=f"explained by {root}: {CAUSES[root].why}; {finding.evidence}",
-            advice=f"mend {root} first; if this stays, {finding.advice}",
+            advice=f"fix {root} first; if this stays, {finding.advice}",
         )
     caused = [o for o in listed if root_of.get(o.code) == finding.code and _MERE_EFFECTS.get(finding.code) != o.code]
     severities = [finding.severity, *(other.severity for other in caused)]
@@ -114,7 +117,7 @@ def _with_cause(finding: Finding, root_of: Mapping[str, str], listed: Sequence[F
 
 
 def covered() -> frozenset[str]:
-    """Every code that the graph knows, as a cause or as a symptom."""
+    """Every code in the graph, as a cause or as a symptom."""
     rows = CAUSES.values()
     return frozenset(CAUSES).union(*((*r.explains, *r.in_logs, *r.later) for r in rows))
 
@@ -134,7 +137,7 @@ _START_FIGURES = ("kl/at_start", "reference/kl_at_start")
 
 
 def in_scope(findings: Iterable[Finding], config: Mapping[str, Any]) -> list[Finding]:
-    """The findings without those that this configuration, as plain data, makes meaningless."""
+    """The findings that apply to this configuration, given as plain data."""
     prefixes: tuple[str, ...] = ()
     if option_of(config, "loss.policy_weight") == 0:
         prefixes += _OF_THE_POLICY_TERM
@@ -144,7 +147,7 @@ def in_scope(findings: Iterable[Finding], config: Mapping[str, Any]) -> list[Fin
 
 
 def figures_in_scope(figures: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that decide hypotheses, without the KL at the start where that is the distance to a teacher."""
+    """The figures that decide hypotheses; with a teacher, without the initial KL, which is the distance to it."""
     left_out = _START_FIGURES if option_of(config, "reference.model") is not None else ()
     return {name: value for name, value in figures.items() if name not in left_out}
 

@@ -1,8 +1,9 @@
-"""How a measure is decided: by an error that is more than rounding, or by what chance does not explain.
+"""Decide a measure: exactly, by errors above rounding, or statistically, by differences beyond chance.
 
-*Exact*: the cause of an error is the hypothesis that closes the gap; no p-value, no halves. *Statistical*: some
-problems choose a hypothesis, others test it, and what completions earn confirms it; more are drawn while that is
-undecided. Problems are the units, and all tests share one level (`evidence.TESTS`).
+*Exact*: the cause of an error is the hypothesis that closes the gap. There is no p-value and no data split.
+*Statistical*: some problems select a hypothesis, others test it, and the rewards of its completions confirm it. More
+completions are sampled while that is undecided. Problems are the units. All tests share one significance level
+(`evidence.TESTS`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from keel.doctor.weights import row_logits
 
 @dataclass(frozen=True)
 class Gap:
-    """Errors `[N]` in nats, which of them are rounding, and what may be left where the cause is taken away."""
+    """Errors `[N]` in nats, which of them are rounding, and how much may remain after the cause is removed."""
 
     errors: Callable[[Any], Tensor]
     is_rounding: Callable[[Any, Tensor], bool]
@@ -41,7 +42,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class OpenGap:
-    """A gap that rounding does not explain: its largest and mean error, and the hypothesis that closes it, if any."""
+    """A gap above rounding: its largest and mean error, and the hypothesis that closes it, if any."""
 
     largest: float
     mean: float
@@ -50,7 +51,7 @@ class OpenGap:
 
 
 def open_gap(gap: Gap, subject: Any, hypotheses: Iterable[Hypothesis]) -> OpenGap | None:
-    """None where the errors are rounding; else the first hypothesis under which no more is left than counts."""
+    """None if the errors are rounding; otherwise the gap, with the first hypothesis that closes it."""
     errors = gap.errors(subject)
     if gap.is_rounding(subject, errors):
         return None
@@ -65,21 +66,22 @@ def open_gap(gap: Gap, subject: Any, hypotheses: Iterable[Hypothesis]) -> OpenGa
 
 # ------------------------------------------------------------------------ statistical
 
-CHOOSING, TESTING = 8, 128  # problems that choose a hypothesis, and those that are drawn to test it
-TIE = 0.05  # nats a token within which the problems that choose take hypotheses for equally good
-FOLD = 1.0  # nats: e times as likely
-SIMPLER = 0.7  # of a gain that a simpler explanation has to make to be the likelier one
-SECONDS = 20.0  # after which no further hypothesis is tried
-LIKELY = 0.05  # the chance of what completions earn over which it says nothing
+CHOOSING, TESTING = 8, 128  # number of problems that select a hypothesis, and that test it
+TIE = 0.05  # nats per token; hypotheses closer than this are tied at selection
+FOLD = 1.0  # nats of gain per answer, a factor of e in likelihood
+SIMPLER = 0.7  # share of a gain that a simpler hypothesis must reach to be preferred
+SECONDS = 20.0  # seconds after which no further hypothesis is tried
+LIKELY = 0.05  # p-value of the rewards above which they are no evidence
 
 
 @dataclass(frozen=True)
 class Table:
-    """Hypotheses of one kind, and what it takes to name one under which gold answers are likelier.
+    """Hypotheses of one kind, and the evidence that is required to report one.
 
-    `problems`: which of those drawn are asked. `foreign`: what it leaves out surprises the model itself, as nothing
-    does that it was taught behind. `knows`: answers are likelier than by how often each is right. `least`: of their
-    surprise that has to be gone; `share`: that is proof enough. `earns`: what completions have to do without that.
+    `problems`: which sampled problems are used. `foreign`: the removed tokens must have a high NLL under the model,
+    which tokens of the training format do not have. `knows`: the model must beat the marginal frequency of each answer.
+    `least`: the share of the NLL that must disappear. `share`: the share that is sufficient evidence. `earns`: what the
+    rewards must show if that is not reached.
     """
 
     rows: Callable[[Any], Iterable[Hypothesis]]
@@ -93,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Likelier:
-    """A hypothesis on the problems that test it: log-probabilities of their answers before and after, nats a token."""
+    """A hypothesis on its test problems: log-probabilities of the answers before and after, in nats per token."""
 
     by: Hypothesis
     problems: Sequence[Problem]
@@ -112,7 +114,7 @@ class Likelier:
 def decide(
     table: Table, subject: Any, *, alpha: float, simpler: Sequence[Hypothesis] = ()
 ) -> tuple[Verdict, Hypothesis | None]:
-    """The verdict, and the hypothesis that was chosen, whatever became of it; `simpler` ones must explain less."""
+    """The verdict, and the selected hypothesis in any case. Hypotheses in `simpler` must explain less of the gain."""
     asked = [p for p in subject.problems(TESTING) if subject.answer(p) and table.problems(subject, p)]
     asked = [*{(subject.prompt(p), subject.answer(p)): p for p in asked if _has_room(subject, p)}.values()]
     first, rest = asked[:CHOOSING], asked[CHOOSING:]
@@ -125,7 +127,7 @@ def decide(
     if best is None:
         return Verdict.sound("nothing makes gold answers likelier"), None
     before = _rates(subject, subject, rest)
-    with best.apply(subject) as changed:  # which may be the subject's own model for a while
+    with best.apply(subject) as changed:  # the change may alter the subject's own model temporarily
         if not matters(subject, first, own, _rates(subject, changed, first)):
             return Verdict.sound("nothing makes gold answers likelier by enough"), best
         tested = Likelier(best, rest, before, _rates(subject, changed, rest))
@@ -133,7 +135,7 @@ def decide(
     if -fmean(tested.after) >= blind or tested.chance > alpha or not enough:
         return Verdict.sound("what is likelier on some problems is not on others"), best
     if tested.gain <= table.least * -fmean(tested.before) or (table.knows and not _tells_apart(subject, tested)):
-        return Verdict.sound("most of the surprise stays"), best
+        return Verdict.sound("most of the NLL stays"), best
     for other in simpler:
         with other.apply(subject) as changed:
             if fmean(_rates(subject, changed, rest)) - fmean(tested.before) > SIMPLER * tested.gain:
@@ -142,15 +144,15 @@ def decide(
 
 
 def _confirmed(table: Table, subject: Any, tested: Likelier, blind: float) -> Verdict:
-    """The finding, as severe as its proof: surprise at what was left out, most of the answers' surprise, rewards."""
+    """The finding. Its severity depends on the NLL of the removed tokens, the NLL reduction and the rewards."""
     guessed, by = -fmean(tested.before) >= blind, tested.by
     evidence = f"gold answers are {tested.gain:.2g} nats a token likelier {by.name} ({len(tested.before)} problems, "
     evidence += f"chance {tested.chance:.1g})"
     if table.foreign:
-        surprise = _surprise_of_left_out(subject, tested)
-        if surprise <= blind:
-            return Verdict.sound(f"{by.name}: what is left out is no surprise to the model")
-        evidence += f", and what is left out has a surprise of {surprise:.2g} nats a token"
+        nll = _nll_of_left_out(subject, tested)
+        if nll <= blind:
+            return Verdict.sound(f"{by.name}: the NLL of what is left out is low")
+        evidence += f", and what is left out has an NLL of {nll:.2g} nats a token"
     proven = tested.gain >= table.share * -fmean(tested.before)
     if table.earns and not proven:
         earned = earned_under(by, subject)
@@ -171,23 +173,24 @@ def _has_room(subject: Any, problem: Problem) -> bool:
 
 
 def _rates(subject: Any, changed: Any, problems: Sequence[Problem]) -> list[float]:
-    """Log-probability of each gold answer over the tokens that it has in `subject`."""
+    """Log-probability of each gold answer, divided by its number of tokens in `subject`."""
     sums = [float(logp.sum()) for logp in changed.answer_logp(problems)]
     return [total / len(subject.answer(problem)) for total, problem in zip(sums, problems, strict=True)]
 
 
 def matters(subject: Any, problems: Sequence[Problem], before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether answers gain enough a token, or over half of their surprise and e times their likelihood.
+    """Whether the answers improve enough per token, or lose half of their NLL and become e times as likely.
 
-    Most tokens of a long answer are its form, which is sure under any prompt: a mean over all of them dilutes the rest.
+    Most tokens of a long answer are formatting, which is certain under any prompt. A mean over all tokens would hide
+    the gain of the others.
     """
-    gain, surprise = fmean(after) - fmean(before), -fmean(before)
+    gain, nll = fmean(after) - fmean(before), -fmean(before)
     whole = fmean(len(subject.answer(problem)) * (b - a) for problem, a, b in zip(problems, before, after, strict=True))
-    return gain > subject.thresholds["template_gain"] or (gain > surprise / 2 and whole > FOLD)
+    return gain > subject.thresholds["template_gain"] or (gain > nll / 2 and whole > FOLD)
 
 
 def _chosen(subject: Any, problems: Sequence[Problem], hypotheses: Iterable[Hypothesis]) -> Hypothesis | None:
-    """The hypothesis under which answers are likeliest; of those that tie, the one that changes prompts least."""
+    """The hypothesis with the highest answer log-probability. Among ties: the one that changes the prompts least."""
     began, tried = time.monotonic(), list[tuple[float, float, Hypothesis]]()
     for hypothesis in hypotheses:
         if time.monotonic() - began > SECONDS:
@@ -196,7 +199,7 @@ def _chosen(subject: Any, problems: Sequence[Problem], hypotheses: Iterable[Hypo
             with hypothesis.apply(subject) as changed:
                 kept = fmean(_likeness(subject.prompt(p), changed.prompt(p)) for p in problems)
                 tried.append((fmean(_rates(subject, changed, problems)), kept, hypothesis))
-        except (RuntimeError, TypeError, ValueError):  # a family of models may not take a change
+        except (RuntimeError, TypeError, ValueError):  # some model families do not support a change
             continue
     top = max((score for score, _, _ in tried), default=0.0)
     near = [row for row in tried if row[0] >= top - TIE]
@@ -208,7 +211,7 @@ def _likeness(own: Sequence[int], other: Sequence[int]) -> float:
 
 
 def _tells_apart(subject: Any, tested: Likelier) -> bool:
-    """Whether answers are likelier than by how often each is right: else it is no question that is answered."""
+    """Whether answers beat their marginal frequency; otherwise the model does not answer the question."""
     answers = [subject.answer(problem) for problem in tested.problems]
     counts, count = Counter(answers), len(answers)
     often = fmean(math.log(counts[answer] / count) for answer in answers)
@@ -216,8 +219,8 @@ def _tells_apart(subject: Any, tested: Likelier) -> bool:
     return len(counts) > count / 2 or likely > often
 
 
-def _surprise_of_left_out(subject: Any, tested: Likelier) -> float:
-    """The mean −log p of the tokens that an edit leaves out, where they stand; of a prompt's first nothing is known."""
+def _nll_of_left_out(subject: Any, tested: Likelier) -> float:
+    """The mean NLL of the tokens that an edit removes, in their context. The first token of a prompt has none."""
     problems, values = tested.problems[: 4 * CHOOSING], list[float]()
     rows = [subject.prompt(problem) for problem in problems]
     with tested.by.apply(subject) as changed:
@@ -231,16 +234,16 @@ def _surprise_of_left_out(subject: Any, tested: Likelier) -> float:
 
 
 def of_gains(gains: Sequence[float]) -> float:
-    """The chance of such gains where nothing is gained: the clearest of three tests, of their mean and of their signs.
+    """The p-value of the gains under no effect: the best of three tests on mean and signs, Bonferroni-corrected.
 
-    A few answers that gain all of it spread a mean, however sure it is that none to which it matters loses by it.
+    The mean test alone is weak if a few answers make the whole gain, even if none gets worse.
     """
     return min(1.0, 3 * min(by_mean(gains), by_signs(gains), by_signs(gains, FOLD)))
 
 
 def by_mean(gains: Sequence[float]) -> float:
-    """The chance of so high a mean where the true one is 0 (Student's t); 1 where a gain is no number."""
-    from scipy.special import stdtr  # the cdf of scipy.stats.t, at a fifth of the import
+    """The p-value of the mean gain under a true mean of 0 (Student's t); 1 if a gain is not finite."""
+    from scipy.special import stdtr  # the cdf of scipy.stats.t, which takes five times as long to import
 
     if not all(map(math.isfinite, gains)):
         return 1.0
@@ -248,25 +251,25 @@ def by_mean(gains: Sequence[float]) -> float:
     return float(stdtr(len(gains) - 1, -fmean(gains) / max(error, 1e-12)))
 
 
-# ------------------------------------------------------------------------ what completions earn
+# ------------------------------------------------------------------------ rewards
 
 
 @dataclass(frozen=True)
 class Earned:
-    """Mean rewards as the run is and as it might be, and the chance of so many problems that earn more (sign test)."""
+    """Mean rewards without and with the hypothesis, and the p-value of a sign test over problems."""
 
     own: float
     other: float
     problems: int
     chance: float
-    sure: bool  # that the other way earns more
+    sure: bool  # whether the hypothesis earns significantly more
 
     def __str__(self) -> str:
         return f"{self.other:.3g} instead of {self.own:.3g} ({self.problems} problems, chance {self.chance:.1g})"
 
 
 def earned_under(hypothesis: Hypothesis, subject: Any) -> Earned | None:
-    """The same problems under a hypothesis; more of them while it seems to earn more. None without rewards to ask."""
+    """Rewards of the same problems under a hypothesis; more problems while they seem higher. None without rewards."""
     if subject.lacks("rewards"):
         return None
     others: list[Group] = []
@@ -292,7 +295,7 @@ def earned_under(hypothesis: Hypothesis, subject: Any) -> Earned | None:
 
 
 def batches(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Runs of groups of one size in which no problem stands twice: the same key would be given the same noise."""
+    """Split groups into batches of one group size without duplicate problems: equal keys would get the same noise."""
     batch: list[Group] = []
     for group in groups:
         sizes = {len(other.completions) for other in batch} - {len(group.completions)}

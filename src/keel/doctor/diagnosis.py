@@ -1,4 +1,4 @@
-"""What the doctor hands back, whatever it looked at."""
+"""The doctor's result: a diagnosis of a log or of a configuration."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
 
 @dataclass(frozen=True)
 class SuspectVerdict:
-    """One suspected cause of a failed run and what became of it."""
+    """The verdict on one suspected cause of a failed run."""
 
-    name: str  # as suspects.yaml has it
+    name: str  # the suspect's name in suspects.yaml
     title: str
     verdict: str  # confirmed | ruled out | not testable here
-    figure: str  # the figure that decides
+    figure: str  # the figure that the verdict is based on
     priority: str  # high | medium | low
     interacts: str
     action: str
-    options: tuple[tuple[str, ...], ...] = ()  # what the action proposes to set, as a finding's
+    options: tuple[tuple[str, ...], ...] = ()  # options that the action proposes, as in a finding
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings worst first, what was tested and what could not be, and every alarm that was made less sensitive."""
+    """Findings worst first, what was tested, what could not be tested, and thresholds that were made less sensitive."""
 
     findings: tuple[Finding, ...] = ()
     hypotheses: tuple[SuspectVerdict, ...] = ()
     unchecked: tuple[str, ...] = ()  # "code: why it could not be evaluated"
-    notes: tuple[str, ...] = ()  # what was read and done, and pictures such as the coloured masks
+    notes: tuple[str, ...] = ()  # what was read and done, and displays such as the coloured masks
     raised_thresholds: tuple[str, ...] = ()  # "threshold x raised from a to b"
-    sound: tuple[str, ...] = ()  # what was tried, by name, and gave neither error nor warning
-    cut: str | None = None  # how much of its warm start the policy has had, where there was no time for all of it
+    sound: tuple[str, ...] = ()  # names of tests without an error or a warning
+    cut: str | None = None  # how much of the warm start the policy got, if it was cut for time
 
     @property
     def healthy(self) -> bool:
@@ -45,11 +45,11 @@ class Diagnosis:
 
     @property
     def exit_status(self) -> int:
-        """0 healthy, 1 findings."""
+        """0 if healthy, otherwise 1."""
         return 0 if self.healthy else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as `--json` prints it; findings.json holds its findings."""
+        """Plain data as printed by `--json`. findings.json contains its findings."""
         return {
             "findings": [finding.as_dict() for finding in ranked(self.findings)],
             "hypotheses": [asdict(hypothesis) for hypothesis in self.hypotheses],
@@ -60,7 +60,7 @@ class Diagnosis:
 
 
 def with_threshold_notes(diagnosis: Diagnosis, thresholds: Thresholds) -> Diagnosis:
-    """Ranked, and with a note for every alarm that was made less sensitive, so that no report can hide it."""
+    """The diagnosis with ranked findings and one note for each threshold that was made less sensitive."""
     notes = [
         finding(
             "doctor/threshold-raised",

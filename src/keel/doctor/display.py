@@ -1,4 +1,4 @@
-"""A diagnosis for a person: verdict and findings first, in twenty lines; with `verbose` all that was looked at."""
+"""Print a diagnosis: verdict and findings first, in twenty lines, or everything with `verbose`."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from keel.doctor.findings import Finding, ranked
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}
-LINES = 20  # of the short form: it fits a terminal of 24
-SHOWN = 3  # findings of the short form, where there is room for them
-NARROWEST, UNLIMITED = 40, 10_000  # columns
+LINES = 20  # lines of the short form, for a terminal of 24
+SHOWN = 3  # findings in the short form, if they fit
+NARROWEST, UNLIMITED = 40, 10_000  # width in columns: the least one, and one without wrapping
 INDENT = "  "
 Line = tuple[str, str]  # text and style
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose: bool = False) -> None:
-    """The verdict, the findings, and what was found sound; with `verbose` also hypotheses, what was not checked, notes.
+    """Print the verdict, the findings and what passed. `verbose` adds hypotheses, unchecked codes and notes.
 
-    The short form has twenty lines: more only where the first finding alone takes them. No sentence is cut.
+    The short form has twenty lines, or more if the first finding alone needs them. Sentences are never cut.
     """
     width = UNLIMITED if verbose else max(console.width, NARROWEST)
     style = "bold green" if diagnosis.healthy else STYLES[ranked(diagnosis.findings)[0].severity]
@@ -48,12 +48,12 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose
 
 
 def verdict(diagnosis: Diagnosis, name: str) -> str:
-    """One line: how many of what."""
+    """The number of findings by severity, in one line."""
     return f"{name}: {_counted(diagnosis)}"
 
 
 def _verdict_line(diagnosis: Diagnosis, name: str, width: int) -> str:
-    """The verdict in one line: of a name that is too long, its end."""
+    """The verdict in one line. A long name is cut at its start."""
     over = len(verdict(diagnosis, name)) - width
     return verdict(diagnosis, f"…{name[over + 1 :]}" if over > 0 else name)
 
@@ -67,13 +67,13 @@ def _counted(diagnosis: Diagnosis) -> str:
 
 
 def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
-    """Errors and warnings, as many as there is room for; what is left of it goes to the first."""
+    """Errors and warnings, as many as fit. The remaining lines go to the first one."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
     for shown in range(min(SHOWN, len(serious)), 0, -1):
         others = serious[shown:]
         more = f"and {len(others)} more: {_listed(finding.code for finding in others)}; --verbose" if others else ""
         rest = [(line, "yellow") for line in textwrap.wrap(more, width, break_on_hyphens=False)]
-        blocks = [_block(finding, width) for finding in serious[:shown]]  # one at least, whatever it takes
+        blocks = [_block(finding, width) for finding in serious[:shown]]  # at least one, however long
         if sum(map(len, blocks)) + len(rest) <= room or shown == 1:
             break
     else:
@@ -87,7 +87,7 @@ def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
 
 
 def _block(finding: Finding, width: int, symptoms: Sequence[str] = (), *, with_cause: bool = False) -> list[Line]:
-    """The code, the evidence, with room the cause, what to change, and what the finding explains."""
+    """The code, the evidence, the cause if it fits, the advice, and the symptoms that the finding explains."""
     return [
         (f"{finding.severity} {finding.code}", STYLES[finding.severity]),
         *_indented(finding.evidence, "", width),
@@ -98,18 +98,18 @@ def _block(finding: Finding, width: int, symptoms: Sequence[str] = (), *, with_c
 
 
 def _indented(text: str, style: str, width: int) -> list[Line]:
-    """Lines of the console's width."""
+    """Text wrapped to the console's width."""
     return [(INDENT + line, style) for line in textwrap.wrap(text, width - len(INDENT), break_on_hyphens=False)]
 
 
 def _print(console: Console, lines: Iterable[Line]) -> None:
-    """Each as it is: wrapped already, and not to be wrapped again."""
+    """Print lines that are already wrapped."""
     for text, style in lines:
         console.print(Text(text, style=style), no_wrap=True, overflow="ignore", crop=False)
 
 
 def _sound(diagnosis: Diagnosis, width: int) -> str:
-    """The names that one line has room for, and how many others there are."""
+    """The names that fit on one line, and the number of others."""
     names = list(diagnosis.sound)
     for count in range(len(names), 0, -1):
         others = f" and {len(names) - count} more" if count < len(names) else ""
@@ -120,7 +120,7 @@ def _sound(diagnosis: Diagnosis, width: int) -> str:
 
 
 def _hidden(diagnosis: Diagnosis, width: int) -> str:
-    """The last line: what the short form leaves out; notes by their codes where these have room."""
+    """The last line: what the short form leaves out. Notes are listed by code if they fit."""
     codes = [f.code for f in diagnosis.findings if f.severity == "note" and f.explained_by is None]
     unchecked = f"{len(diagnosis.unchecked)} could not be checked; " if diagnosis.unchecked else ""
     rest = f"{unchecked}more: --verbose"

@@ -1,8 +1,8 @@
-"""Tokens that were drawn, beside the policy's own logits: which sampling explains them, and what was reported.
+"""Sampled tokens: whether the policy drew them, and whether their reported log-probabilities are the policy's.
 
-Two questions with two answers: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens?
-The second is a test without any assumption: with F the policy's distribution, the randomised tail mass of each drawn
-token is uniform on (0, 1), token by token, if and only if the token was drawn from F (Rosenblatt's transform).
+Two questions: do the *reported* log-probabilities belong to the policy, and do the *drawn* tokens? The second is an
+exact test: the randomised tail masses of the drawn tokens are independent and uniform on (0, 1) if and only if each
+token was drawn from the policy's distribution (Rosenblatt's transform).
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from keel.rollout.sampling import SamplingParams, filter_threshold
 _TEMPERATURES = tuple(2.0 ** (i / 8) for i in range(-24, 25))
 _TOP_P = (0.3, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
 _TOP_K = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 40, 50, 64, 100)
-_HOTTEST = 4.0  # times what is asked for: what draws still more blindly has other weights, and no such setting
+_HOTTEST = 4.0  # factor over the configured temperature; sampling that is even more uniform has another cause
 _MAX_TOKENS = 4000
-_MAX_ELEMENTS = 25_000_000  # tokens × vocabulary held at once
-FEW = 20  # tokens that tell whether draws are sound
+_MAX_ELEMENTS = 25_000_000  # limit of tokens × vocabulary in memory
+FEW = 20  # number of tokens that suffices for the test of draws
 _MIN_P = (0.01, 0.02, 0.05, 0.1, 0.2)
-_UNSURE = 0.25  # of the largest entropy, where a policy is not sure
+_UNSURE = 0.25  # a policy is unsure at entropies above this share of the largest one
 
 
 @dataclass(frozen=True)
 class Draws:
-    """N action tokens: the policy's logits `[N, V]` (fp64, temperature 1), what was drawn, what was reported."""
+    """N action tokens: the policy's logits `[N, V]` (fp64, temperature 1), token ids and reported log-probabilities."""
 
     logits: Tensor
     tokens: Tensor  # [N]
-    sample_logp: Tensor  # [N]: the engine's sample_logp; NaN where it gave none
-    row: Tensor  # [N]: number of the completion
-    filtered_logp: Tensor | None = None  # [N]: the engine's, after filters; NaN where it gave none
-    position: Tensor | None = None  # [N]: number of the token in its completion
-    texts: tuple[tuple[int, ...], ...] = ()  # prompt and completion of each row
-    prompts: tuple[int, ...] = ()  # how many tokens of those the prompt has
+    sample_logp: Tensor  # [N]: the engine's sample_logp; NaN if missing
+    row: Tensor  # [N]: index of the completion
+    filtered_logp: Tensor | None = None  # [N]: the engine's filtered_logp, after filters; NaN if missing
+    position: Tensor | None = None  # [N]: position of the token in its completion
+    texts: tuple[tuple[int, ...], ...] = ()  # prompt and completion tokens of each row
+    prompts: tuple[int, ...] = ()  # length of each prompt
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def where(self, keep: Tensor) -> Draws:
-        """Some of them."""
+        """The selected draws."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen: dict[str, Any] = {name: value[keep] for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **chosen)
 
     def without(self, tokens: Iterable[int]) -> Draws:
-        """The draws of other tokens than these, with the policy's distribution over the others."""
+        """The draws without these tokens. The policy's distribution is renormalised over the others."""
         outside = torch.tensor(sorted(set(tokens)), dtype=torch.long, device=self.tokens.device)
         return replace(self, logits=self.logits.index_fill(-1, outside, -torch.inf)).where(
             ~torch.isin(self.tokens, outside)
         )
 
     def distribution(self, params: SamplingParams) -> Tensor:
-        """Log-probabilities `[N, V]` under these sampling parameters, filters included."""
+        """Log-probabilities `[N, V]` under these sampling parameters, including filters."""
         logits = self.logits / (params.temperature or 1.0)
         if params.filtered:
             logits = logits.masked_fill(logits < filter_threshold(logits, params) - 1e-9, -torch.inf)
         return logits.log_softmax(-1)
 
     def logp(self, params: SamplingParams) -> Tensor:
-        """Log-probability `[N]` of what was drawn, under these sampling parameters."""
+        """Log-probabilities `[N]` of the drawn tokens under these sampling parameters."""
         return self.distribution(params).gather(-1, self.tokens[:, None]).squeeze(-1)
 
 
 def most_tokens(setup: KeelSubject) -> int:
-    """How many tokens' logits are held at once."""
+    """The largest number of tokens whose logits are held in memory."""
     return min(_MAX_TOKENS, max(64, _MAX_ELEMENTS // setup.vocabulary))
 
 
 def batch_draws(setup: KeelSubject) -> Draws:
-    """The batch's own action tokens."""
+    """The batch's action tokens."""
     if "draws" not in setup.of_batch:
         setup.of_batch["draws"] = draws(setup, setup.groups)
     drawn: Draws = setup.of_batch["draws"]
@@ -85,7 +85,7 @@ def batch_draws(setup: KeelSubject) -> Draws:
 
 
 def draws(setup: KeelSubject, groups: Sequence[Group]) -> Draws:
-    """The action tokens of groups (as many as fit), with the logits of the weights as they are now."""
+    """The action tokens of groups, as many as fit in memory, with the logits of the current weights."""
     groups = first_tokens(groups, most_tokens(setup))
     completions = [c for group in groups for c in group.completions]
     chosen: list[tuple[int, Tensor, Tensor]] = []
@@ -115,7 +115,7 @@ def draws(setup: KeelSubject, groups: Sequence[Group]) -> Draws:
 
 
 def first_tokens(groups: Sequence[Group], limit: int) -> list[Group]:
-    """The first completions with about `limit` tokens, at least one: short ones alone would be no fair draws."""
+    """The first completions with about `limit` tokens in total, at least one. A selection by length would be biased."""
     chosen, count = [], 0
     for group in groups:
         members = []
@@ -129,12 +129,12 @@ def first_tokens(groups: Sequence[Group], limit: int) -> list[Group]:
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:
-    """The same temperature without top-p, top-k and min-p: what `sample_logp` is meant to be."""
+    """The same temperature without top-p, top-k and min-p, which `sample_logp` refers to."""
     return replace(params, top_p=1.0, top_k=0, min_p=0.0)
 
 
 def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
-    """Filters that an engine may have on, with or without saying so; the configured ones first."""
+    """Filters that an engine may apply, the configured ones first."""
     plain = unfiltered(params)
     if params.filtered:
         yield f"top_p {params.top_p:g}, top_k {params.top_k}, min_p {params.min_p:g} (as configured)", params
@@ -147,7 +147,7 @@ def filters(params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
 
 
 def tightest(drawn: Draws, params: SamplingParams) -> Iterable[tuple[str, SamplingParams]]:
-    """The filters that just let every drawn token through, the likeliest of each kind."""
+    """For each kind of filter, the tightest one that permits every drawn token."""
     plain = unfiltered(params)
     logp = drawn.distribution(plain)
     own = logp.gather(-1, drawn.tokens[:, None])
@@ -161,7 +161,7 @@ def tightest(drawn: Draws, params: SamplingParams) -> Iterable[tuple[str, Sampli
 
 
 def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], float]) -> float:
-    """The temperature with the lowest cost, by a grid in logarithms that is refined three times."""
+    """The temperature with the lowest cost: a logarithmic grid, refined three times."""
     hottest, step = _HOTTEST * max(1.0, params.temperature), 2.0 ** (1 / 8)
     grid = [temperature for temperature in _TEMPERATURES if temperature <= hottest]
     best = min(grid, key=lambda t: cost(replace(params, temperature=t)))
@@ -173,7 +173,7 @@ def best_temperature(params: SamplingParams, cost: Callable[[SamplingParams], fl
 
 
 def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
-    """Randomised tail mass `[N]` of each drawn token: uniform on (0, 1) if the tokens came from this distribution."""
+    """Randomised tail mass `[N]` of each drawn token; uniform on (0, 1) if the tokens came from this distribution."""
     logp = drawn.distribution(params)
     drawn_logp = logp.gather(-1, drawn.tokens[:, None])
     p = logp.exp()
@@ -184,9 +184,9 @@ def tail_masses(drawn: Draws, params: SamplingParams, seed: int = 0) -> Tensor:
 
 
 def chance_of(drawn: Draws, params: SamplingParams) -> float:
-    """The chance of the draws under these parameters: of all and of first tokens, and where the policy is least sure.
+    """The p-value of the draws: over all tokens, over first tokens, and over those where the policy is least sure.
 
-    Each part is chosen by what stands before its tokens alone, so that these are draws like all others.
+    The tokens of each part are selected by their context only, so the null distribution is the same.
     """
     masses, logp = tail_masses(drawn, params), drawn.logits.log_softmax(-1)
     entropy = -(logp.exp() * logp.clamp_min(-1e3)).sum(-1)
@@ -198,7 +198,7 @@ def chance_of(drawn: Draws, params: SamplingParams) -> float:
 
 
 def uniform_p_value(masses: Tensor) -> float:
-    """The chance of tail masses like these if they are uniform: Kolmogorov-Smirnov, and empty or full lower tails."""
+    """The p-value of tail masses under uniformity: Kolmogorov-Smirnov and lower-tail counts, Bonferroni-corrected."""
     from scipy.special import bdtr, kolmogorov
 
     n = len(masses)
@@ -214,33 +214,33 @@ def uniform_p_value(masses: Tensor) -> float:
     return min(1.0, len(chances) * min(chances))
 
 
-def surprise_chance(drawn: Draws, params: SamplingParams) -> float:
-    """The chance of tokens at most as likely together: −Σ ln(tail mass) of n draws is Gamma(n)-distributed."""
+def nll_p_value(drawn: Draws, params: SamplingParams) -> float:
+    """The p-value of the joint likelihood of the tokens: −Σ ln(tail mass) of n draws is Gamma(n)-distributed."""
     from scipy.special import gammaincc
 
-    surprise = -float(tail_masses(drawn, params).clamp_min(1e-300).log().sum())
-    return float(gammaincc(len(drawn), surprise)) if len(drawn) else 1.0
+    nll = -float(tail_masses(drawn, params).clamp_min(1e-300).log().sum())
+    return float(gammaincc(len(drawn), nll)) if len(drawn) else 1.0
 
 
 def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) -> Tensor:
-    """`[N]` bool: tokens in runs that the policy would not have drawn, as tool output is.
+    """`[N]` bool: tokens in runs that the policy is very unlikely to have drawn, such as tool output.
 
-    −Σ ln(tail mass) over a window of n tokens is at most Gamma(n)-distributed if they were drawn; a window is called
-    improbable where that chance is below `chance`, whatever the model's entropy.
+    −Σ ln(tail mass) over a window of n drawn tokens is at most Gamma(n)-distributed. A window is flagged if its p-value
+    is below `chance`, whatever the model's entropy.
     """
     from scipy.special import gammainccinv
 
     masses = tail_masses(drawn, params).clamp_min(1e-300)
-    surprise = -masses.log().cpu()
+    nll = -masses.log().cpu()
     rows = drawn.row.cpu()
     flagged = torch.zeros(len(drawn), dtype=torch.bool)
     for width in (3, 4, 6, 8, 12, 16):
         if len(drawn) < width:
             break
-        windows = surprise.unfold(0, width, 1).sum(-1)
+        windows = nll.unfold(0, width, 1).sum(-1)
         alone = rows.unfold(0, width, 1)
         within = alone[:, 0] == alone[:, -1]
         for start in ((windows > float(gammainccinv(width, chance))) & within).nonzero().squeeze(-1).tolist():
             inside = torch.arange(start, start + width)
-            flagged[inside[surprise[inside] > 2.0]] = True
+            flagged[inside[nll[inside] > 2.0]] = True
     return flagged.to(drawn.tokens.device)

@@ -1,13 +1,16 @@
-"""Evidence against chance: what a sample says of a share, at the level that a preflight may spend on a false alarm.
+"""Statistical tests of a preflight: p-values and confidence intervals of shares, at one common significance level.
 
-Completions of one problem are alike, so that problems are what is counted: a figure of each group is one observation.
+Completions of one problem are dependent. The unit of observation is therefore a group, with one value each.
+
+A log evidence ratio is the logarithm of a statistic with expectation 1 under the null hypothesis, such as a likelihood
+ratio. It exceeds x by chance with probability at most e^−x (Markov).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
@@ -16,8 +19,8 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.subject import LOOKS
 from keel.doctor.thresholds import Thresholds
 
-# Every alarm that a sample can raise by chance, each with an equal part of `false_alarms` (Bonferroni). The draws of
-# the sampler are tested at levels of their own, `sampler_draws` and `foreign_chance`, which add next to nothing.
+# Each alarm that a sample can raise by chance gets an equal part of `false_alarms` (Bonferroni). The tests of the
+# sampler's draws have levels of their own, `sampler_draws` and `foreign_chance`, which add almost nothing.
 TESTS = (
     "advantage/amplified",
     "data/misaligned",
@@ -36,18 +39,18 @@ TESTS = (
     "sampler/noise",
     "tool/failing",
 )
-SAME = 1e-9  # within which rewards are equal
+SAME = 1e-9  # rewards closer than this are equal
 
 
 def level(thresholds: Thresholds, looks: int = LOOKS) -> float:
-    """The chance of a false alarm that one look of one test may have; more for one that looks fewer times."""
+    """The significance level of one look at one test; higher for a test with fewer looks."""
     return thresholds["false_alarms"] / (len(TESTS) * looks)
 
 
 def chance_above(values: Sequence[float], edge: float) -> float:
-    """At most how likely a mean this high is where the true one is `edge` or less; values of [0, 1], independent.
+    """An upper bound of the p-value of this mean if the true mean is at most `edge`, for independent values in [0, 1].
 
-    Exact for shares (binomial); else Hoeffding's bound by the relative entropy, which holds for any distribution.
+    Exact for shares (binomial). Otherwise Hoeffding's bound by the relative entropy, which holds for any distribution.
     """
     from scipy.special import bdtrc
 
@@ -60,13 +63,8 @@ def chance_above(values: Sequence[float], edge: float) -> float:
     return math.exp(-n * _relative_entropy(min(mean, 1.0), edge))
 
 
-def chance_below(values: Sequence[float], edge: float) -> float:
-    """The same for a mean this low where the true one is `edge` or more."""
-    return chance_above([1.0 - value for value in values], 1.0 - edge)
-
-
 def by_signs(gains: Sequence[float], least: float = SAME) -> float:
-    """The chance of as many gains where gains and losses are equally likely (sign test; what is less says nothing)."""
+    """The p-value of the sign test: gains and losses are equally likely. Changes of at most `least` are ignored."""
     from scipy.special import bdtrc
 
     up, down = sum(gain > least for gain in gains), sum(gain < -least for gain in gains)
@@ -74,7 +72,7 @@ def by_signs(gains: Sequence[float], least: float = SAME) -> float:
 
 
 def _relative_entropy(p: float, q: float) -> float:
-    """KL of two coins, in nats."""
+    """KL between two Bernoulli distributions, in nats."""
     if q <= 0.0:
         return math.inf
     heads = p * math.log(p / q) if p > 0 else 0.0
@@ -82,8 +80,8 @@ def _relative_entropy(p: float, q: float) -> float:
 
 
 def chance_of_all_but(misses: int, chances: Sequence[float]) -> float:
-    """How likely at most `misses` of independent events fail to happen, each with a chance of its own."""
-    failures = [1.0]  # chance of 0, 1, … failures
+    """The probability that at most `misses` of independent events with these probabilities do not occur."""
+    failures = [1.0]  # probabilities of 0, 1, … failures
     for chance in chances:
         grown = [*(value * chance for value in failures), 0.0]
         for number, value in enumerate(failures):
@@ -93,7 +91,7 @@ def chance_of_all_but(misses: int, chances: Sequence[float]) -> float:
 
 
 def at_least(values: Sequence[float], chance: float = 0.025) -> float:
-    """The lower end of an interval of the mean: the largest one that a test at this level rejects."""
+    """The lower confidence bound of the mean: the largest mean that a test at this level rejects."""
     low, high = 0.0, fmean(values) if values else 0.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -102,22 +100,22 @@ def at_least(values: Sequence[float], chance: float = 0.025) -> float:
 
 
 def at_most(values: Sequence[float], chance: float = 0.025) -> float:
-    """The upper end of it."""
+    """The upper confidence bound of the mean."""
     return 1.0 - at_least([1.0 - value for value in values], chance)
 
 
 def between(values: Sequence[float]) -> str:
-    """A share with its interval of 95 %, as text."""
+    """A share with its 95 % confidence interval, as text."""
     return f"{100 * fmean(values):.0f} % ({100 * at_least(values):.0f} to {100 * at_most(values):.0f} %)"
 
 
 def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tuple[bool, float]]) -> float:
-    """Evidence in nats from one group that equal completions are copies; that of groups adds up.
+    """Log evidence ratio, in nats, that equal completions of one group are copies. Values of independent groups add up.
 
-    A pair is whether two completions are the same tokens, and the log-probability of the first. Where they are drawn
-    apart, 1[same]/p(first) is 1 on average however often the policy repeats itself, and so is the product over
-    `chain`, completions that are compared with one or with another one each. Odds of e^x for copies then come about by
-    chance once in e^x (Markov). Half of the stake is kept back, so that one group without copies does not lose it all.
+    A pair has two entries: whether two completions have equal tokens, and the log-probability of the first. For
+    independent completions, 1[same]/p(first) has expectation 1, however often the policy repeats itself. So has the
+    product over `chain`, a chain of comparisons with distinct completions. Half of the weight stays on the ratio 1, so
+    that one group without copies does not make the product 0.
     """
     single = [-logp for same, logp in pairs if same]
     every = [sum(-logp for _, logp in chain)] if chain and all(same for same, _ in chain) else []
@@ -126,10 +124,11 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
 
 
 def odds_of_patterns(groups: Sequence[tuple[Sequence[Hashable], Sequence[float]]]) -> list[float]:
-    """Evidence in nats that all groups repeat themselves in one way, for each; of completions and log-probabilities.
+    """Log evidence ratios that all groups repeat completions in one pattern, one for each pattern.
 
-    In blocks of b a completion is a copy of the first of its block, in rounds of b that of the one b before it. For
-    each Π 1[same]/p(source) over all groups is 1 on average where completions are drawn apart, and so is the mean.
+    In blocks of b, a completion copies the first of its block. In rounds of b, it copies the one b before it. If
+    completions are independent, Π 1[same]/p(source) over all groups has expectation 1 for each pattern, and so has the
+    mean over patterns.
     """
     return [
         sum(
@@ -155,7 +154,7 @@ _PATTERNS = [partial(_rounds, 1), *(partial(kind, length) for length in _LENGTHS
 
 
 def log_mean_exp(values: Sequence[float]) -> float:
-    """The logarithm of the mean of e^values, in which a mixture of odds is reckoned."""
+    """log(mean(e^values)), the log evidence ratio of a mixture."""
     top = max(values)
     if not math.isfinite(top):
         return top
@@ -165,11 +164,11 @@ def log_mean_exp(values: Sequence[float]) -> float:
 def more_groups(
     setup: KeelSubject, code: str, undecided: Callable[[Sequence[Group]], bool], *, single: bool = False
 ) -> list[Group]:
-    """The groups of the batch, and further ones of the run's own size as long as the test of `code` is undecided.
+    """The groups of the batch, plus further ones while the test of `code` is undecided.
 
-    What one test sampled serves the next. It ends where the completions or the time for doubts are used up; a test that
-    is undecided then is remembered (see `undecided_tests`). Where large groups have left it few problems and one
-    completion says as much of a problem as all, a `single` one of others is its last look.
+    Sampled groups are shared by all tests. Sampling ends when the budget of completions or time is used up. A test that
+    is then undecided is recorded in `Budget.undecided`. If large groups leave few problems and one completion
+    represents a problem, `single` allows a last look at one completion each of further problems.
     """
     further = setup.budget.further
     most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
@@ -192,8 +191,43 @@ def more_groups(
     return groups
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """Groups, their shares, and whether the mean share exceeds an alarm, with its p-value."""
+
+    groups: Sequence[Group]
+    shares: Sequence[float]
+    alarm: float
+    chance: float  # p-value at the usual share
+    enough: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.shares)
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.mean > self.alarm and self.chance > self.enough
+
+    @property
+    def sure(self) -> bool:
+        return self.mean > self.alarm and self.chance <= self.enough
+
+
+def share_over(
+    setup: KeelSubject, code: str, share: Callable[[Group], float | None], alarm: float, usual: float, enough: float
+) -> Sampled:
+    """The share in each group, with more groups while a mean over `alarm` may be chance at a true share of `usual`."""
+
+    def of(groups: Sequence[Group]) -> Sampled:
+        shares = [value for group in groups if (value := share(group)) is not None] or [0.0]
+        return Sampled(groups, shares, alarm, chance_above(shares, usual), enough)
+
+    return of(more_groups(setup, code, lambda groups: of(groups).in_doubt))
+
+
 def with_single_ones(setup: KeelSubject, groups: Sequence[Group], most: int = 4**LOOKS) -> list[Group]:
-    """These groups and one completion each of further problems, as many as a last look has."""
+    """These groups plus one completion each of further problems, as many as a last look uses."""
     sampled = list(groups)
     if len(sampled) < most and not setup.budget.is_spent:
         _sample(setup, sampled, most - len(sampled), generations=1)
@@ -201,7 +235,7 @@ def with_single_ones(setup: KeelSubject, groups: Sequence[Group], most: int = 4*
 
 
 def single_ones(setup: KeelSubject, most: int = 128) -> list[Group]:
-    """The batch's groups and one completion each of further problems, sampled once."""
+    """The batch's groups plus one completion each of further problems, sampled once and cached."""
     if "single ones" not in setup.shared:
         setup.shared["single ones"] = with_single_ones(setup, setup.groups, most)
     groups: list[Group] = setup.shared["single ones"]
@@ -209,14 +243,14 @@ def single_ones(setup: KeelSubject, most: int = 128) -> list[Group]:
 
 
 def most_completions(setup: KeelSubject) -> int:
-    """Completions that may still be sampled for doubts; with a judge elsewhere no more than it may be asked about."""
+    """How many more completions may be sampled to decide tests. With a remote judge, its budget is a limit as well."""
     spent = sum(len(group.completions) for group in setup.budget.further)
     left = max(0, setup.budget.completions - spent)
     return min(left, setup.judgements_left) if setup.built.judge.remote else left
 
 
 def _sample(setup: KeelSubject, further: list[Group], count: int, generations: int | None = None) -> None:
-    """`count` further groups, as many as the time allows; whole ones, even where the batch holds shorter ones."""
+    """Up to `count` further groups, as many as the time allows. Their completions are not cut."""
     step, seed = len(setup.groups) + len(further), setup.config.run.seed
     problems = setup.run.task.sample(count, seed=seed, step=step)
     sampling = replace(

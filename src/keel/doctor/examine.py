@@ -1,4 +1,4 @@
-"""`keel doctor RUN`: read what training left behind, check it, and keep the findings of Keel's own runs."""
+"""`keel doctor RUN`: read a log, check it, and save the findings of Keel's own runs."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from keel.doctor.runs import RunRecord
 from keel.doctor.thresholds import thresholds_of
 from keel.loggers.rundir import FINDINGS
 
-LISTED = 10  # runs that a refusal names
+LISTED = 10  # runs that an error message lists
 
 
 def examine(
     path: Path | str, mapping: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | Sequence[str] = ()
 ) -> Diagnosis:
-    """What the log at `path` says; `mapping` names a table's columns, `overrides` are thresholds."""
+    """The diagnosis of the log at `path`. `mapping` names a table's columns and `overrides` are thresholds."""
     if Path(path).is_dir():
         _refuse_folder_of_runs(Path(path))
     history = read_history(Path(path), dict(mapping or {}))
-    config = history.config if history.source == "keel" else {}  # a peer's options may only look like Keel's
+    # options of other trainers may have the same names as Keel's
+    config = history.config if history.source == "keel" else {}
     return check_history(history, thresholds_of(config, overrides))
 
 
 def examine_run(run: RunRecord) -> Diagnosis:
-    """What the log of one of Keel's runs says, which was read already and may go on."""
+    """The diagnosis of a Keel run that is already read and may still be running."""
     return check_history(history_of(run), run.thresholds)
 
 
 def _refuse_folder_of_runs(path: Path) -> None:
-    """A folder that holds no run itself names those below it: which one is meant is not for the doctor to guess."""
+    """Raise an error for a folder that contains several runs, with the names of these runs."""
     runs = [] if is_run(path) else sorted(runs_below(path), key=lambda run: (-_changed(run), str(run)))
     if not runs:
-        return  # the readers read it, or say what they look for
+        return  # let the readers read it, or report what they expect
     names = ", ".join(str(run.relative_to(path)) for run in runs[:LISTED])
     older = f" and {len(runs) - LISTED} older" if len(runs) > LISTED else ""
     holds = "one" if len(runs) == 1 else f"{len(runs)}, newest first"
@@ -54,7 +55,7 @@ def _changed(run: Path) -> float:
 
 
 def write_findings(path: Path, diagnosis: Diagnosis) -> Path:
-    """findings.json of a Keel run, whole or not at all."""
+    """Write findings.json of a Keel run atomically."""
     if not is_keel_run(path):
         raise KeelError(f"--write keeps findings in the folder of a Keel run, which {path} is not: leave it out")
     file = path / FINDINGS

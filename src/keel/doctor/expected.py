@@ -1,4 +1,4 @@
-"""The expected gradient of a KL term at given states: a sum over the vocabulary, no sampling, no variance."""
+"""The expected gradient of a KL term at given states: an exact sum over the vocabulary, without sampling."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from keel.kl.exact import penalty_divergence
 from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, over_vocabulary
 from keel.kl.placement import kl_loss, kl_score_loss
 
-TARGET_KL = 0.3  # nats per token: far enough apart that estimators which agree to first order part
-LEAST = 1e-6  # of a displacement: no nearer
-LOOSE = 5.0  # nats: a tighter clamp, of ratios under 150, has a part in every step
-LAG = 0.8  # an older sampler has come this share of the way
+TARGET_KL = 0.3  # nats per token; estimators that agree to first order differ at this KL
+LEAST = 1e-6  # smallest factor of the displacement
+# nats; a tighter clamp (ratios under about 150) takes effect at every step and is part of the term
+LOOSE = 5.0
 REVERSED = "reversed k3"
 GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
 
 
 @dataclass(frozen=True)
 class MeasuredGradient:
-    """The term's expected gradient against ∇KL(policy‖ref): cosine and size ratio, and the target it points along, if
-    any, with the factor by which it is that target's gradient.
-    """
+    """The term's expected gradient against ∇KL(policy‖ref): cosine, size ratio, and the matching target, if any."""
 
     name: str | None
     cosine: float
@@ -34,16 +32,14 @@ class MeasuredGradient:
     kl: float
     states: int
     factor: float = 1.0
-    off_policy_cosine: float | None = None
-    cosines: Mapping[str, float] = field(default_factory=dict)  # to every target's gradient
+    cosines: Mapping[str, float] = field(default_factory=dict)  # cosine with each target's gradient
 
     @property
     def meaning(self) -> str:
         return GRADIENT_MEANINGS[self.name] if self.name else "no divergence's gradient"
 
     def figures(self) -> dict[str, float]:
-        figures = {"cosine": self.cosine, "size": self.size, "value": self.value, "exact_kl": self.kl}
-        return figures if self.off_policy_cosine is None else {**figures, "off_policy_cosine": self.off_policy_cosine}
+        return {"cosine": self.cosine, "size": self.size, "value": self.value, "exact_kl": self.kl}
 
 
 def measure_term(
@@ -52,15 +48,14 @@ def measure_term(
     kl: KLOptions,
     pairing: Pairing,
     *,
-    off_policy: bool = False,
     named: float = 0.05,
     target: float = TARGET_KL,
 ) -> MeasuredGradient:
-    """The configured term at states with these logits `[N, V]`, moved apart until their KL is about the target.
+    """Measure the configured term at states with these logits `[N, V]`, scaled until the KL is about the target.
 
-    A policy that is sure of all it writes is left nearer, where the configured clamp of log-ratios does nothing. For
-    each target the best factor is fitted; the gradient gets the name of the target that leaves least of it, if that is
-    less than the share `named`.
+    If the log-ratio clamp would take effect, as for a policy with near-certain tokens, a smaller KL is used. The
+    gradient is fitted to a multiple of each target. It gets the name of the target with the smallest residual if that
+    is less than the share `named`.
     """
     reference = reference.double()
     direction = policy.double() - reference
@@ -79,20 +74,16 @@ def measure_term(
     residuals = {name: (gradient - factors[name] * t).norm().item() for name, t in targets.items()}
     nearest = min(residuals, key=residuals.__getitem__)
     name = "zero" if size < named / 10 else nearest if residuals[nearest] < named * gradient.norm().item() else None
-    older = None
-    if off_policy:
-        lagging = (reference + LAG * factor * direction).log_softmax(-1)
-        older = cosine(term_gradient(logits, ref_logp, kl, pairing, lagging)[0], exact)
     apart = exact_kl(logits.log_softmax(-1), ref_logp).mean().item()
     factor = factors[nearest] if name == nearest else 1.0
     cosines = {target: cosine(gradient, theirs) for target, theirs in targets.items()}
-    return MeasuredGradient(name, cosine(gradient, exact), size, value, apart, len(logits), factor, older, cosines)
+    return MeasuredGradient(name, cosine(gradient, exact), size, value, apart, len(logits), factor, cosines)
 
 
 def clamped_share(logits: Tensor, ref_logp: Tensor, clamp: float | None) -> float:
-    """How much of the distance, by the policy's and the reference's probabilities, is of log-ratios over the clamp.
+    """The share of Σ (p + q)·|log p − log q| that comes from log-ratios above the clamp.
 
-    A tight one is part of the term: it is measured as it is.
+    A tight clamp is part of the term, so that its share is 0 here.
     """
     if clamp is None or clamp < LOOSE:
         return 0.0
@@ -103,7 +94,7 @@ def clamped_share(logits: Tensor, ref_logp: Tensor, clamp: float | None) -> floa
 
 
 def spread_factor(reference: Tensor, direction: Tensor, target: float = TARGET_KL) -> float:
-    """The factor of a displacement of logits at which the mean KL is the target, by bisection; 1 if there is none."""
+    """The factor of a logit displacement at which the mean KL equals the target, by bisection; 1 for zero."""
 
     ref_logp = reference.log_softmax(-1)
 
@@ -139,17 +130,17 @@ def term_gradient(
 
 
 def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pairing: Pairing) -> Tensor:
-    """The term of every token that could have been drawn, `[N, V]`, at the configured placement."""
+    """The term for every possible token `[N, V]`, at the configured placement."""
     mask = torch.ones_like(logp, dtype=torch.bool)
     if kl.placement != "loss":
-        at = old if kl.placement == "reward" else logp.detach()  # a reward is given once, by the policy that sampled
+        at = old if kl.placement == "reward" else logp.detach()  # a reward is computed once, under the sampling policy
         if over_vocabulary(kl.estimator):
             penalty = _by_vocabulary(at, ref_logp, kl)
         else:
             penalty = estimate(kl.estimator, at, ref_logp, mask, clamp=kl.log_ratio_clamp)
         return -kl_score_loss(penalty, logp, mask, old_logp=old, ratio_cap=kl.ratio_cap)
     exact = _by_vocabulary(logp, ref_logp, kl)
-    shape = (-1, 1) if pairing.level == "sequence" else logp.shape  # a state is then a sequence of one token
+    shape = (-1, 1) if pairing.level == "sequence" else logp.shape  # each state is then a sequence of one token
     values = kl_loss(
         pairing,
         logp.reshape(shape),
@@ -164,7 +155,7 @@ def _enumerated(logp: Tensor, ref_logp: Tensor, old: Tensor, kl: KLOptions, pair
 
 
 def _by_vocabulary(logp: Tensor, ref_logp: Tensor, kl: KLOptions) -> Tensor:
-    """The estimator's divergence at each state, for every token of it `[N, V]`."""
+    """The estimator's divergence at each state, repeated for every token `[N, V]`."""
     divergence = penalty_divergence(kl)
     if divergence is None:
         values = exact_kl(logp, ref_logp, "ref_policy" if kl.estimator == "exact_reverse" else "policy_ref")
@@ -173,27 +164,8 @@ def _by_vocabulary(logp: Tensor, ref_logp: Tensor, kl: KLOptions) -> Tensor:
     return values if values.dim() == logp.dim() else values.unsqueeze(-1).expand_as(logp)
 
 
-def sampled_values(policy: Tensor, reference: Tensor, kl: KLOptions, draws: int = 64) -> dict[str, float]:
-    """Means and standard errors of the estimators on tokens drawn from the policy at each state, and the exact KL.
-
-    A state's draws share its distribution, so that states are the units of the standard error of mean minus exact.
-    """
-    logp, ref_logp = policy.double().log_softmax(-1), reference.double().log_softmax(-1)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.multinomial(logp.exp().cpu().float(), draws, replacement=True, generator=generator).to(logp.device)
-    exact = exact_kl(logp, ref_logp)
-    figures = {"exact": exact.mean().item()}
-    names = {"k1", "k2", "k3", *(() if over_vocabulary(kl.estimator) else (kl.estimator,))}
-    for name in sorted(names):
-        values = estimate(name, logp.gather(-1, tokens), ref_logp.gather(-1, tokens), clamp=kl.log_ratio_clamp)
-        error = values.mean(-1) - exact
-        figures[f"{name}_mean"] = values.mean().item()
-        figures[f"{name}_se"] = (error.std(correction=min(1, len(error) - 1)) / len(error) ** 0.5).item()
-    return figures
-
-
 def target_gradients(logits: Tensor, ref_logp: Tensor, kl: KLOptions) -> dict[str, Tensor]:
-    """What a term's expected gradient can be, as gradients of closed forms."""
+    """The gradients that a KL term may have in expectation, from closed forms."""
     logits = logits.detach().requires_grad_()
     logp = logits.log_softmax(-1)
     forms = {

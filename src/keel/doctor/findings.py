@@ -1,4 +1,4 @@
-"""What can be found: one row a code, worst first, each with what it means and how it is decided."""
+"""Findings: one row per code, worst first, with its meaning and how it is decided."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change: a text with a `{}` for every proposal, each of which is options to set together.
+    """What to change: a text with one `{}` per proposal. A proposal is a set of options to change together.
 
-    Proposals are data, so that a test can follow them; any of them alone is worth trying.
+    Proposals are data, so that tests can apply them. Each proposal is an independent alternative.
     """
 
     text: str
@@ -35,12 +35,12 @@ def propose(text: str, *proposals: Options) -> Advice:
 
 
 def _typed(override: str) -> str:
-    """Quoted where a shell would split it."""
+    """The override, quoted if a shell would split it."""
     return f"'{override}'" if " " in override else override
 
 
 def overrides(options: Options) -> tuple[str, ...]:
-    """Options as one types them: `kl.beta=0.1` of Keel's, `beta=0.1` of a trainer that is configured in Python."""
+    """Options as a user types them: `kl.beta=0.1` for Keel, `beta=0.1` for a trainer that is configured in Python."""
 
     def typed(name: str, value: Any) -> str:
         if isinstance(value, float):
@@ -52,10 +52,10 @@ def overrides(options: Options) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: the figures and steps that show it, the likely cause, the exact option to change.
+    """One problem: the evidence with figures and steps, the likely cause, and the advice.
 
-    `options` are the advice's proposals as overrides, one tuple for each. The others are for the doctor itself: whether
-    the cause is only a guess, how much of what was looked at it concerns, and which code explains it.
+    `options` are the advice's proposals as overrides, one tuple per proposal. The remaining fields are internal:
+    whether the cause is a guess, the affected share of the data, and the code that explains the finding.
     """
 
     code: str
@@ -69,16 +69,16 @@ class Finding:
     explained_by: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for others."""
+        """The finding as plain data."""
         return {name: getattr(self, name) for name in ("code", "severity", "evidence", "cause", "advice", "options")}
 
 
 @dataclass(frozen=True)
 class Code:
-    """What a code means, how it is decided, its usual severity, and its rank among equals.
+    """A code: its meaning, how it is decided, its default severity, and its rank.
 
-    `rank` puts causes before their symptoms: of two errors the one with the lower rank is named first. `skill` says
-    that it depends on how much the policy has learned.
+    Causes have a lower `rank` than their symptoms. Among equal severities, lower ranks are listed first. `skill` says
+    that the finding depends on how much the policy has learned.
     """
 
     name: str
@@ -107,7 +107,7 @@ def finding(
     guess: bool = False,
     share: float | None = None,
 ) -> Finding:
-    """A finding under a known code, as severe as its row says unless `severity` does."""
+    """A finding under a known code. Its severity is that of the code unless `severity` is given."""
     if code not in CODES:
         raise unknown("finding code", code, CODES)
     options = tuple(overrides(proposal) for proposal in advice.proposals) if isinstance(advice, Advice) else ()
@@ -115,7 +115,7 @@ def finding(
 
 
 def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Worst first: by severity, then causes before their symptoms; equal ones keep their order."""
+    """Findings worst first: by severity, then by rank. Equal ones keep their order."""
     return sorted(
         findings,
         key=lambda finding: (

@@ -1,6 +1,6 @@
-"""What the configured KL term is: its expected gradient by the table of proven pairings, before and after a run alike.
+"""The configured KL term's expected gradient, by the table of verified pairings; used for configurations and logs.
 
-A figure measured on a batch says whether the code does what the formula says; it does not say what was asked for.
+This is what the configuration asks for. A measurement on a batch shows whether the code does it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from keel.verify.custom import estimator_facts
 
 @dataclass(frozen=True)
 class Formula:
-    """The pairing as text, its expected gradient (a name of `keel.kl.facts.MEANINGS`), what that means, and the
-    options that make it right; `right` where it pulls along ∇KL(policy‖ref), or near it."""
+    """The pairing as text, its expected gradient (a name in `keel.kl.facts.MEANINGS`), its meaning, and the options
+    that correct it. `right` if it follows ∇KL(policy‖ref), at least approximately.
+    """
 
     note: str
     expected: str
@@ -32,12 +33,12 @@ class Formula:
 
     @property
     def advice(self) -> Advice:
-        """What makes it right."""
+        """The options that correct the pairing."""
         return propose("set {}", self.change) if self.change else Advice("choose another pairing of docs/kl.md")
 
 
 def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | None:
-    """Of a configuration as a tree, Keel's or as much of TRL's as has a name here; None where it does not say."""
+    """The formula of a configuration tree, of Keel or mapped from TRL; None if the options do not determine it."""
     kl = config.get("kl")
     if not isinstance(kl, Mapping) or source not in ("keel", "TRL") or kl.get("beta") is None:
         return None
@@ -56,7 +57,7 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
         context = {"off_policy": off_policy, "reduction": averaged, "facts": estimator_facts(options["estimator"])}
         pairing = check_pairing(**options, **context, allow_biased=True)
     except KeelError:
-        return None  # an estimator of one's own that is not here
+        return None  # a user's estimator that cannot be imported here
     note, expected = pairing.note, pairing.expected_gradient
     if not pairing.proven:
         expected = _measured(options, pairing)
@@ -67,7 +68,7 @@ def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | Non
 
 
 def _of_trl(corrected: bool, off_policy: bool, loss_type: str) -> Formula:
-    """TRL's term: always k3 in the loss and averaged as it is, with the ratio before it (`corrected`) or without."""
+    """TRL's term: k3 in the loss, averaged as the loss is, with (`corrected`) or without the importance ratio."""
     expected = "policy||ref" if corrected else "ref||policy"
     if loss_type in TRL_BY_LENGTH:
         expected = f"length-weighted {expected}"
@@ -91,7 +92,7 @@ def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> An
 
 
 def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:
-    """Of a pairing without a row: summed over the vocabulary at made-up states, as the preflight does at real ones."""
+    """For a pairing without a row: the gradient summed over the vocabulary at synthetic states."""
     import torch
 
     from keel.doctor.expected import measure_term

@@ -1,4 +1,4 @@
-"""What stands around the messages of a rendered prompt: the parts that a template writes by itself."""
+"""Split a rendered prompt into its messages and the parts that the chat template adds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from keel.doctor.rendering import messages_in
 from keel.rollout.render import Renderer
 
 WORDS = "words"
-Span = tuple[int, int]  # of a prompt's tokens
-Part = tuple[Span, ...]  # what is left out together, in order
+Span = tuple[int, int]  # token indices in a prompt
+Part = tuple[Span, ...]  # spans that are removed together, in order
 Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A prompt's tokens, and which of them a template has written itself: before the messages, after and between them.
+    """A prompt's tokens, and the spans that the template wrote before, after and between the messages.
 
-    Either side is cut into segments: a special token with the ordinary ones behind it, so that marks and what is
-    written under them are told apart.
+    Each side is cut into segments: a special token followed by ordinary ones. Marks and the text after them can thus be
+    removed separately.
     """
 
     tokens: Tokens
@@ -33,13 +33,13 @@ class Frame:
 
     @property
     def messages(self) -> Span:
-        """Where the messages begin and end, with what stands between them."""
+        """Start and end of the messages, including what stands between them."""
         start, stop = self.before[-1:], self.after[:1]
         return (start[0][1] if start else 0), (stop[0][0] if stop else len(self.tokens))
 
     def parts(self) -> dict[str, Part]:
-        """What may be left out, by what it is called: the same names stand for the same parts of all prompts."""
-        # the last segment before a question opens the user's turn, and a BOS has a test of its own
+        """The parts that can be removed, by name. Equal names mean equal parts in all prompts."""
+        # the last segment before the messages opens the user's turn; BOS has a test of its own
         head, tail = [span for span in self.before[:-1] if span != (0, 1)], self.after
         named = [(f"before {i}", span) for i, span in enumerate(head)]
         if len(head) > 1:
@@ -49,7 +49,7 @@ class Frame:
         return {name: (span,) for name, span in named} | ({WORDS: words} if (words := self.words()) else {})
 
     def words(self) -> Part:
-        """All that is no special token: what is written around every message within its marks."""
+        """All ordinary tokens that the template wrote around the messages."""
         spans = (*self.before, *self.between, *self.after)
         marked = ((start + (self.tokens[start] in self.special), end) for start, end in spans)
         return tuple((start, end) for start, end in marked if start < end)
@@ -60,11 +60,12 @@ class Frame:
 
 
 def frame_of(renderer: Renderer, problem: Problem, tokens: Tokens) -> Frame | None:
-    """The frame of a rendered prompt; None where its messages are not found in it, or are all there is."""
+    """The frame of a rendered prompt; None if its messages cannot be found in it."""
     tokenizer: Any = renderer.tokenizer
     contents = ["".join(message["content"].split()) for message in messages_in(renderer, problem)]
     texts = ["".join(str(tokenizer.decode([token], skip_special_tokens=False)).split()) for token in tokens]
-    ends, whole = list(accumulate(map(len, texts))), "".join(texts)  # without spaces, which tokenizers add or drop
+    # compared without spaces, which tokenizers add or drop
+    ends, whole = list(accumulate(map(len, texts))), "".join(texts)
     stop = whole.rfind(contents[-1])
     starts = [*_places(contents[:-1], whole[: max(stop, 0)]), stop]
     if min(starts) < 0 or not all(contents):
@@ -79,7 +80,7 @@ def frame_of(renderer: Renderer, problem: Problem, tokens: Tokens) -> Frame | No
 
 
 def _places(contents: Sequence[str], whole: str) -> Iterator[int]:
-    """Where each of these stands, one behind the other; −1 where it does not."""
+    """The position of each text after the previous one, or −1 if it is missing."""
     place = 0
     for content in contents:
         yield (start := whole.find(content, place))

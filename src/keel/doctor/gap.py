@@ -1,4 +1,4 @@
-"""How far log-probabilities may be apart by rounding, and what narrower types make of them."""
+"""How much log-probabilities may differ by rounding, and the effect of lower precision on them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.subject import Subject
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import backup
 
-ROUNDING = 1e-4  # nats: mean differences below it are two orders of the same fp32 sums
-_LEFT, _LEFT_HALF = 0.02, 0.1  # of a gap that may be left where its cause is found; weights of 16 bits leave more
+ROUNDING = 1e-4  # nats; the mean difference between two summation orders in fp32 is smaller
+_LEFT, _LEFT_HALF = 0.02, 0.1  # share of a gap that may remain after its cause is removed; larger for 16-bit weights
 
 
-def closed(setup: KeelSubject, gap: float) -> float:
-    """The mean difference in nats at which a mean gap of this size counts as closed by an explanation."""
-    return max((_LEFT_HALF if _of_16_bits(setup) else _LEFT) * gap, ROUNDING)
+def closed(subject: Subject, gap: float) -> float:
+    """The largest remaining mean difference, in nats, at which a gap of this mean size counts as explained."""
+    return max((_LEFT_HALF if _of_16_bits(subject) else _LEFT) * gap, ROUNDING)
 
 
-def close(setup: KeelSubject, differences: Tensor, thresholds: Thresholds) -> bool:
-    """Within rounding: the largest difference in fp32, the mean one where a pass runs in half precision."""
-    if in_half_precision(setup):
+def close(subject: Subject, differences: Tensor, thresholds: Thresholds) -> bool:
+    """Whether differences are rounding: by the largest one in fp32, by the mean in half precision."""
+    if in_half_precision(subject):
         return average(differences) <= thresholds["scoring_gap_half"]
     return largest(differences) <= thresholds["scoring_gap"]
 
 
-def in_half_precision(setup: KeelSubject) -> bool:
-    """Whether training's passes run in 16 bits, as the weights are now."""
-    return setup.run.amp_dtype is not None or _of_16_bits(setup)
+def in_half_precision(subject: Subject) -> bool:
+    """Whether training's passes currently run in 16 bits."""
+    return subject.in_half_precision
 
 
-def _of_16_bits(setup: KeelSubject) -> bool:
-    """Whether some weight is of another type than fp32, as they are now; also a base of integers, whose passes are."""
-    return any(p.dtype != torch.float32 for p in setup.policy.model.parameters())
+def _of_16_bits(subject: Subject) -> bool:
+    """Whether some weight is not fp32. Integer base weights count, since their passes use 16 bits."""
+    return any(p.dtype != torch.float32 for p in subject.policy.model.parameters())
 
 
 def largest(differences: Tensor) -> float:
@@ -46,29 +46,28 @@ def average(differences: Tensor) -> float:
     return float(differences.abs().nan_to_num(torch.inf).mean()) if len(differences) else 0.0
 
 
-def bf16_scores(setup: KeelSubject) -> Tensor:
+def bf16_scores(subject: Subject) -> Tensor:
     """The model's own forward in bfloat16 `[B, T]`."""
-    with torch.autocast(setup.policy.device.type, dtype=torch.bfloat16):
-        return setup.forward_logp()
+    with torch.autocast(subject.policy.device.type, dtype=torch.bfloat16):
+        return subject.forward_logp()
 
 
 @contextmanager
-def in_float32(setup: KeelSubject) -> Iterator[None]:
-    """The policy's own weights in fp32, without autocast: its passes round no more; afterwards all is what it was."""
-    narrow = [(p, p.data) for p in setup.policy.model.parameters() if p.is_floating_point() and p.itemsize < 4]
-    amp, setup.run.amp_dtype = setup.run.amp_dtype, None
+def in_float32(subject: Subject) -> Iterator[None]:
+    """Run with the policy's weights in fp32 and without autocast, then restore both."""
+    narrow = [(p, p.data) for p in subject.policy.model.parameters() if p.is_floating_point() and p.itemsize < 4]
     try:
         for parameter, held in narrow:
             parameter.data = held.float()
-        yield
+        with subject.without_autocast():
+            yield
     finally:
-        setup.run.amp_dtype = amp
         for parameter, held in narrow:
             parameter.data = held
 
 
 def rounded_weights() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Types that an engine may hold weights `[out, in]` in, each as what is left of them."""
+    """Lower-precision types that an engine may use for weights `[out, in]`, each as a rounding function."""
     return {
         "bfloat16": lambda w: w.to(torch.bfloat16).to(w),
         "float16": lambda w: w.to(torch.float16).to(w),
@@ -86,9 +85,9 @@ def _integers(weights: Tensor, largest: int, scale: Tensor) -> Tensor:
 
 
 @contextmanager
-def quantized(setup: KeelSubject, rounded: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """The policy with matrices that a narrower type holds; afterwards they are what they were."""
-    matrices = [p for p in setup.policy.model.parameters() if p.dim() == 2 and p.is_floating_point()]
+def quantized(subject: Subject, rounded: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Run with the policy's matrices rounded to a lower-precision type, then restore them."""
+    matrices = [p for p in subject.policy.model.parameters() if p.dim() == 2 and p.is_floating_point()]
     originals = backup(matrices)
     try:
         with torch.no_grad():
@@ -102,12 +101,12 @@ def quantized(setup: KeelSubject, rounded: Callable[[Tensor], Tensor]) -> Iterat
 
 
 def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> bool:
-    """Whether a gap `[N]` looks like that of bfloat16, `half`: no larger on average, and spread as that is.
+    """Whether a gap `[N]` looks like the `rounding` of bfloat16: a similar mean, spread over nearly all tokens.
 
-    Rounding moves nearly every token; what goes wrong at some places leaves the others as they are.
+    Rounding changes nearly every token. Other errors leave most tokens unchanged.
     """
     gap, rounding = gap.abs().double(), rounding.abs().double()
     if float(gap.mean()) > thresholds["precision_times"] * float(rounding.mean()):
         return False
-    moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # a token that bfloat16 leaves alone tells nothing
+    moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # tokens that bfloat16 does not change are not counted
     return float(moved.double().mean()) >= thresholds["precision_moved"]

@@ -1,4 +1,4 @@
-"""A run's past as data: whoever wrote it, under Keel's names."""
+"""A run's log as data, under Keel's metric names, whichever trainer wrote it."""
 
 from __future__ import annotations
 
@@ -14,74 +14,74 @@ from typing import Any, Self
 from keel.doctor.runs import number, option_of
 
 Record = Mapping[str, Any]
-LARGEST = 3.4e38  # of fp32: what a training run logs beyond it has overflowed, and its square would here
-MOVING = ("ema", "snapshot", "kl_triggered")  # references
+LARGEST = 3.4e38  # the largest fp32 value: larger logged values have overflowed, and their squares would here
+MOVING = ("ema", "snapshot", "kl_triggered")  # reference kinds that change during training
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over steps; what was not finite is NaN."""
+    """One metric over steps. Non-finite values are NaN."""
 
     steps: tuple[float, ...]
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[float, Any]]) -> Series:
-        """From (step, value) pairs; anything that is no finite number becomes NaN."""
+        """A series from (step, value) pairs. Anything but a finite number becomes NaN."""
         points = [(float(step), _finite(value)) for step, value in pairs]
         return cls(tuple(step for step, _ in points), tuple(value for _, value in points))
 
     @cached_property
     def finite(self) -> Series:
-        """Only the finite ones."""
+        """The finite values only."""
         known = [(s, v) for s, v in zip(self.steps, self.values, strict=True) if math.isfinite(v)]
         return self if len(known) == len(self) else Series(*zip(*known, strict=True)) if known else Series((), ())
 
     @property
     def bad_steps(self) -> tuple[int, ...]:
-        """Steps at which the value was not finite."""
+        """Steps with a non-finite value."""
         return tuple(self.where(lambda value: not math.isfinite(value)))
 
     def mapped(self, function: Callable[[float], float]) -> Series:
-        """A function of every value."""
+        """The series with a function applied to every value."""
         return Series.of(zip(self.steps, map(function, self.values), strict=True))
 
     def scaled(self, factor: float) -> Series:
-        """Every value times `factor`."""
+        """The series times `factor`."""
         return self if factor == 1 else self.mapped(lambda value: factor * value)
 
     def beside(self, other: Series) -> Iterator[tuple[float, float, float]]:
-        """(step, value, the other's value) at the steps that both have."""
+        """(step, value, the other's value) at common steps."""
         at = dict(zip(other.steps, other.values, strict=True))
         return ((s, v, at[s]) for s, v in zip(self.steps, self.values, strict=True) if s in at)
 
     def where(self, holds: Callable[[float], bool]) -> list[int]:
-        """The steps whose value is as asked."""
+        """The steps whose value satisfies the condition."""
         return [int(step) for step, value in zip(self.steps, self.values, strict=True) if holds(value)]
 
     def head(self, count: int) -> Series:
-        """The first values."""
+        """The first `count` values."""
         return Series(self.steps[:count], self.values[:count])
 
     def since(self, step: float) -> Series:
-        """From a step on."""
+        """The values from a step on."""
         first = bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
     def tail(self, count: int) -> Series:
-        """The last values."""
+        """The last `count` values."""
         return Series(self.steps[-count:], self.values[-count:])
 
     @property
     def mean(self) -> float:
-        """Of the finite values; NaN where there is none."""
+        """The mean of the finite values; NaN if there are none."""
         known = [value for value in self.values if math.isfinite(value)]
         return statistics.fmean(known) if known else math.nan
 
     @property
     def span(self) -> str:
-        """`steps 51–60`, for evidence."""
+        """The steps as text for evidence, such as `steps 51–60`."""
         if not self.steps:
             return "no step"
         first, last = int(self.steps[0]), int(self.steps[-1])
@@ -98,13 +98,13 @@ class Series:
 
 
 def finite(value: Any) -> float | None:
-    """A number that training could have had, or None."""
+    """A finite number within the range of fp32, or None."""
     known = number(value)
     return known if known is not None and abs(known) <= LARGEST else None
 
 
 def step_of(record: Record) -> int:
-    """The step of an event or a rollout, 0 where it has none."""
+    """The step of an event or a rollout; 0 if it has none."""
     return int(finite(record.get("step")) or 0)
 
 
@@ -115,7 +115,7 @@ def _finite(value: Any) -> float:
 
 @dataclass(frozen=True)
 class History:
-    """What was recorded of a run. `config` is Keel's configuration, or as much of a peer's as has a Keel name."""
+    """The log of a run. `config` is Keel's configuration, or the options of another trainer that have a Keel name."""
 
     source: str  # "keel", "TRL", "TensorBoard", "table"
     path: Path
@@ -136,7 +136,7 @@ class History:
 
     @property
     def kl(self) -> tuple[str, Series] | None:
-        """(name, series) of the best measurement of KL(policy‖reference) per token: exact before k3."""
+        """(name, series) of the best estimate of KL(policy‖reference) per token; exact is preferred to k3."""
         for name in KL_NAMES:
             series = self.get(name)
             if series is not None:
@@ -145,10 +145,10 @@ class History:
 
     @property
     def final_kl(self) -> float | None:
-        """KL(policy‖reference) per token that the last update has left, measured after it; None where it was not."""
+        """KL(policy‖reference) per token after the last update; None if it was not measured."""
         finals = [event for event in self.events if event.get("kind") == "kl/final"]
         if not finals or finals[-1].get("step") != self.steps:
-            return None  # the run went on from there
+            return None  # the run continued afterwards
         measured = finals[-1].get("metrics")
         if not isinstance(measured, Mapping):
             return None
@@ -156,40 +156,40 @@ class History:
 
     @property
     def unpenalized(self) -> bool:
-        """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown where 0 is logged then."""
+        """Whether a KL of exactly 0 may mean that there is no KL term: β is 0, or unknown in a log that may omit it."""
         return self.beta == 0 or (self.beta is None and self.source != "TRL")  # TRL logs no KL at β = 0
 
     @property
     def moves_reference(self) -> bool:
-        """Whether the reference is meant to move."""
+        """Whether the reference changes during training by design."""
         return self.option("reference.kind") in MOVING or bool(self.option("reference.moves"))
 
     @property
     def steps(self) -> int:
-        """The last step that was recorded."""
+        """The last recorded step."""
         return int(max((series.steps[-1] for series in self.series.values() if series.steps), default=0))
 
     def since(self, step: float) -> Self:
-        """The same with what was recorded from a step on."""
+        """The history from a step on."""
         return replace(self, series={name: series.since(step) for name, series in self.series.items()})
 
     def option(self, dotted: str) -> Any:
-        """A value of the configuration, None where it is not known."""
+        """An option's value, or None if it is unknown."""
         return option_of(self.config, dotted)
 
     def figure(self, dotted: str) -> float | None:
-        """A value of the configuration that is a finite number, None otherwise."""
+        """An option's value if it is a finite number, else None."""
         return finite(self.option(dotted))
 
     @property
     def beta(self) -> float | None:
-        """The KL coefficient: the last that was logged, or the configured one."""
+        """The KL coefficient: the last logged one, or the configured one."""
         logged = self.get("kl/beta")
         return logged.finite.values[-1] if logged is not None else self.figure("kl.beta")
 
 
 def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
-    """Lines of metrics, each with its step, as one series a name; a null is a value that was not finite."""
+    """Convert metric lines, each with its step, to one series per name. A null is a non-finite value."""
     pairs: dict[str, list[tuple[float, Any]]] = {}
     for index, line in enumerate(lines, start=1):
         at = _finite(line.get(step))
@@ -201,17 +201,18 @@ def series_of(lines: Iterable[Record], step: str = "step") -> dict[str, Series]:
 
 
 def in_order(points: Iterable[tuple[float, Any]]) -> Series:
-    """Sorted by step; of a step that was logged twice, as after a resume, the later value."""
+    """Points sorted by step. If a step was logged twice, for example after a resume, the later value is kept."""
     pairs = list(points)
     last = dict(pairs)
-    once = last.items() if 2 * len(last) >= len(pairs) else pairs  # a step that hardly ever changes is none
+    # if few steps are distinct, the step is not a real one and all points are kept
+    once = last.items() if 2 * len(last) >= len(pairs) else pairs
     return Series.of(sorted(once, key=lambda pair: pair[0]))
 
 
 def early_moves(history: History) -> list[tuple[float, int]]:
-    """(change of the KL, step that shows it) of single updates, until shortly after the first at the full rate.
+    """(change of the KL, step) of single updates, until shortly after the learning rate first peaks.
 
-    A change has to stay for two steps: k3 is heavy-tailed, and one rare token may make a step's mean.
+    A change must persist for two steps: k3 is heavy-tailed, and one rare token may dominate the mean of a step.
     """
     if history.kl is None:
         return []
@@ -226,7 +227,7 @@ def early_moves(history: History) -> list[tuple[float, int]]:
 
 
 def _full_rate(history: History) -> float:
-    """The step at which the learning rate is first at its largest, in the first half of the run."""
+    """The first step with the maximum learning rate, within the first half of the run."""
     rates = history.get("optim/learning_rate")
     if rates is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""A hypothesis: one explanation of what was measured, tried as an experiment."""
+"""A hypothesis: one possible explanation of a measurement, tested as an experiment."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from keel.doctor.subject import Subject
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A row of a table. `name` continues a sentence: "the gap closes at NAME", "answers are likelier NAME".
+    """A row of a table. `name` completes a sentence such as "the gap closes at NAME" or "answers are likelier NAME".
 
-    `apply` gives the subject with one part swapped for a trusted one, or one input edited; afterwards all is as it was.
-    `least` is what an edit leaves out or adds, from 0 (nothing) on: of two that explain as much the smaller is named.
+    `apply` yields the subject with one part replaced by a trusted one or with one input edited, and restores it
+    afterwards. `least` is the size of an edit, from 0 (nothing). Of two equally good hypotheses, the one with the
+    smaller edit is reported.
     """
 
     name: str
@@ -28,7 +29,7 @@ class Hypothesis:
 
 
 def swap(**parts: Any) -> Callable[[Subject], AbstractContextManager[Subject]]:
-    """An experiment in which methods of the subject are these: what a part says in place of what was measured."""
+    """An experiment that replaces methods of the subject."""
     return lambda subject: nullcontext(subject.swapped(**parts))
 
 

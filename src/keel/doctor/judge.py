@@ -89,7 +89,7 @@ def _accuracy(task: str, lines: list[Mapping[str, Any]]) -> Accuracy:
 
 
 def state(run: RunRecord) -> tuple[str, str]:
-    """(kind, text): completed, stopped, aborted, running or interrupted."""
+    """(kind, text), with a kind of completed, stopped, aborted, running or interrupted."""
     done = f"{run.steps} of {run.max_steps} steps" if run.max_steps else f"{run.steps} steps"
     kinds = [str(event.get("kind", "")) for event in run.events]
     status = str((run.summary or {}).get("status", ""))
@@ -126,7 +126,7 @@ def finding_name(finding: Record) -> str:
 
 
 def finding_sentence(finding: Record) -> str:
-    """`error loss/no-gradient: the gradient norm is 0.`: its evidence in one line."""
+    """Such as `error loss/no-gradient: the gradient norm is 0.`, with its evidence in one line."""
     evidence = " ".join(str(finding.get("evidence") or "").split()).rstrip(".")
     return f"{finding_name(finding)}{': ' if evidence else ''}{evidence}."
 

@@ -1,11 +1,11 @@
-"""A configuration as a subject: the real parts of it and one small batch."""
+"""A configuration as a subject: the real parts that it configures, and one small batch."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,14 +32,13 @@ from keel.rollout.render import Renderer
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
 from keel.run.build import Built, build_policy, build_renderer, build_run, build_warmstart
-from keel.run.warmstart import is_complete, warmstart_folder
-from keel.run.warmstart_cache import cached_sft
+from keel.run.warmstart import cached_sft, is_complete, warmstart_folder
 from keel.trainer.batch import StepBatch, detached, pack_step, score_micro, score_reference, stitch
 from keel.trainer.integrity import check_model
 from keel.trainer.state import TrainingRun
 
 WARMSTART_S = 60.0
-_VERSIONS = count(1)  # of syncs after the first
+_VERSIONS = count(1)  # versions of the syncs after the first
 _NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True)
 
 
@@ -47,8 +46,8 @@ _NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True
 class KeelSubject(Subject):
     """Policy, task, engine and reference as training would build them, and one judged batch.
 
-    `failures` are calls of rewards that gave no reward; `notes` say what was cut so that the preflight stays quick.
-    `turns` are what the engine was asked for the batch and what it answered.
+    `failures` are reward calls that failed. `notes` say what was cut to keep the preflight quick. `turns` are the
+    engine's requests for the batch and its answers.
     """
 
     powers: ClassVar[frozenset[Power]] = frozenset(get_args(Power))
@@ -58,14 +57,14 @@ class KeelSubject(Subject):
     batch: StepBatch
     failures: tuple[RewardFailure, ...] = ()
     notes: tuple[str, ...] = ()
-    warmstart_cut: str | None = None  # how much of the warm start there was time for, where not for all of it
+    warmstart_cut: str | None = None  # how much of the warm start was run, if not all of it
     turns: tuple[Turn, ...] = ()
-    shared: dict[str, Any] = field(default_factory=dict)  # what one probe measured and a later one reads
-    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, where it holds for this batch alone
+    shared: dict[str, Any] = field(default_factory=dict)  # measurements of one probe that later ones read
+    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, for measurements that hold for this batch only
     thresholds: Thresholds = field(default_factory=load_thresholds)
     budget: Budget = field(default_factory=Budget)
     found: set[str] = field(default_factory=set)
-    cut_from: KeelSubject | None = None  # the setup of all that was sampled, where the batch holds less of it
+    cut_from: KeelSubject | None = None  # the setup with the full sample, if the batch was cut
 
     def lacks(self, power: Power) -> str:
         if power == "reference" and self.run.reference is None:
@@ -93,24 +92,24 @@ class KeelSubject(Subject):
 
     @property
     def whole(self) -> KeelSubject:
-        """The setup of all that was sampled: what is typical of rewards and lengths is read there."""
+        """The setup with all that was sampled. Statistics of rewards and lengths are computed on it."""
         return self if self.cut_from is None else self.cut_from
 
     @property
     def sampled(self) -> tuple[Group, ...]:
-        """The groups as they were sampled."""
+        """The groups as sampled, before any cut."""
         return self.whole.groups
 
     @property
     def completion_length(self) -> float:
-        """Mean of the trained tokens of a completion, as they were sampled."""
+        """The mean number of trained tokens per completion, as sampled."""
         return float(self.whole.mask.sum()) / len(self.whole.mask)
 
     @property
     def loss_length(self) -> int:
-        """`max_completion_length` for the loss: shorter by as much as the batch's completions are than sampled ones.
+        """`max_completion_length` for the loss, scaled down by the share of the sampled tokens that the batch kept.
 
-        A sum over a constant then weighs a cut completion as it weighs a whole one.
+        A sum divided by this constant then gives cut completions the weight of full ones.
         """
         limit = self.run.rollout.max_completion_length
         if self.cut_from is None:
@@ -119,29 +118,29 @@ class KeelSubject(Subject):
 
     @property
     def mask(self) -> Tensor:
-        """`[B, T]`: the tokens that are trained on."""
+        """`[B, T]`: the trained tokens."""
         return self.batch.rows.action_mask
 
     @property
     def temperature(self) -> float:
-        """The temperature of sampling and so of scoring."""
+        """The temperature of sampling and scoring."""
         return self.run.rollout.temperature
 
     @property
     def beta(self) -> float:
-        """The KL coefficient of the first step, as the run's own controller gives it; 0 while it warms up."""
+        """The KL coefficient of the first step from the run's controller; 0 during its warm-up."""
         return self._coefficient("beta")
 
     @property
     def full_beta(self) -> float:
-        """The same without the warm-up."""
+        """The KL coefficient of the first step without the warm-up."""
         return self._coefficient("base")
 
     def _coefficient(self, name: str) -> float:
-        """What the objective would refuse is named by its own probe; the others go on with the configured one."""
+        """A coefficient from the controller, or the configured β if it is invalid, which another probe reports."""
         try:
             value = float(getattr(self.run.controller.init(), name))
-        except Exception:  # a controller of one's own may raise anything
+        except Exception:  # a user's controller may raise anything
             value = math.nan
         return value if math.isfinite(value) and value >= 0 else self.config.kl.beta
 
@@ -157,14 +156,14 @@ class KeelSubject(Subject):
         sampling: SamplingParams | None = None,
         judged: bool = False,
     ) -> list[Group]:
-        """Sample the batch's problems (or others) once more; equal steps draw equal noise.
+        """Sample the batch's problems, or others, again. Equal steps use equal noise.
 
-        Where tokens are all that is looked at, no reward is asked, and all of them are 0.
+        Rewards are computed only if `judged`; otherwise they are 0.
         """
         chosen = [group.problem for group in self.groups] if problems is None else problems
         judge = self.built.judge if judged else Judge([_NO_REWARD], self.built.judge.options)
         renderer = copy(self.built.collector.renderer)
-        if "prompt" in vars(self):  # swapped for another way to ask
+        if "prompt" in vars(self):  # replaced by an alternative prompt
             vars(renderer)["prompt"] = self.prompt
         sampling = self.sampling if sampling is None else sampling
         own = replace(self.built.collector, engine=self.engine, renderer=renderer, sampling=sampling, judge=judge)
@@ -180,7 +179,7 @@ class KeelSubject(Subject):
         sampling = replace(self.sampling, num_generations=samples, stop=())
         requests = [Request(f"text {i}", prompt, max_new=length) for i, prompt in enumerate(prompts)]
         answers: list[list[Completion]] = []
-        with suppress(KeelError):  # an engine may refuse what it made of a text of three tokens
+        with suppress(KeelError):  # an engine may refuse what it makes of a three-token text
             answers = self.engine.generate(requests, sampling, seed=self.config.run.seed, attempt=0, step=step)
             self.engine.release()
         decode = self.policy.tokenizer.decode
@@ -201,7 +200,7 @@ class KeelSubject(Subject):
 
     @property
     def written(self) -> Tensor:
-        """`[B, T]`: the tokens of the batch's completions, trained or not."""
+        """`[B, T]`: all tokens of the batch's completions, trained or not."""
         counts = torch.tensor([len(c.tokens) for c in self.batch.completions], device=self.mask.device)
         return torch.arange(self.batch.width, device=self.mask.device) < counts[:, None]
 
@@ -210,13 +209,21 @@ class KeelSubject(Subject):
         types = {parameter.dtype for parameter in self.policy.model.parameters()}
         return self.run.amp_dtype is not None or types != {torch.float32}
 
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        narrow, self.run.amp_dtype = self.run.amp_dtype, None
+        try:
+            yield
+        finally:
+            self.run.amp_dtype = narrow
+
     @cached_property
     def engine(self) -> Engine:
         return self.run.engine
 
     @cached_property
     def renderer(self) -> Renderer:
-        """The run's own, as training renders prompts."""
+        """The run's renderer, which renders training prompts."""
         return build_renderer(self.config, self.policy.tokenizer)
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
@@ -234,7 +241,7 @@ class KeelSubject(Subject):
     def _answer(self, problem: Problem) -> tuple[int, ...]:
         try:
             turns = self.run.task.gold_turns(problem)
-        except (KeelError, NotImplementedError):  # as part of a mixture, or of a task that writes none
+        except (KeelError, NotImplementedError):  # a part of a mixture, or a task without gold answers
             turns = []
         return tuple(self.policy.tokenizer.encode(turns[-1], add_special_tokens=False)) if turns else ()
 
@@ -253,20 +260,20 @@ class KeelSubject(Subject):
 
     @property
     def judgements_left(self) -> int:
-        """How many more completions the rewards may be asked about."""
+        """The number of further completions that the rewards may judge."""
         return max(0, self.budget.judgements - max(self.built.judge.asked.values(), default=0))
 
     @property
     def sampling(self) -> SamplingParams:
-        """The run's own sampling, with as many completions a problem as the batch has."""
+        """The run's sampling options, with the batch's number of completions per problem."""
         return replace(self.built.sampling, num_generations=len(self.groups[0].completions))
 
     def pack(self, groups: Sequence[Group]) -> StepBatch:
-        """Groups as training packs them."""
+        """Pack groups as training does."""
         return pack_step(groups, self.run, stale=self.run.rollout.max_staleness > 0)
 
     def scores(self, batch: StepBatch | None = None) -> Scores:
-        """One pass of the policy by training's own functions, as training calls them, then detached; each `[B, T]`."""
+        """One detached forward of the policy through training's own functions; each result is `[B, T]`."""
         batch = self.batch if batch is None else batch
         parts = [detached(score_micro(micro, batch, self.run)) for micro in batch.micros]
         entropy = [part.entropy for part in parts if part.entropy is not None]
@@ -278,11 +285,11 @@ class KeelSubject(Subject):
         )
 
     def logp(self, batch: StepBatch | None = None) -> Tensor:
-        """Training's log-probabilities of every token `[B, T]`, zero outside the completions."""
+        """Training's log-probabilities `[B, T]`, 0 outside the completions."""
         return self.scores(batch).logp
 
     def ref_logp(self, batch: StepBatch | None = None) -> Tensor | None:
-        """The reference's log-probabilities `[B, T]`; None where the run has no reference."""
+        """The reference's log-probabilities `[B, T]`; None without a reference."""
         if self.run.reference is None:
             return None
         return score_reference(self.batch if batch is None else batch, self.run).rows.ref_logp
@@ -297,10 +304,10 @@ def build_subject(
     generations: int = 4,
     warmstart_s: float = WARMSTART_S,
 ) -> KeelSubject:
-    """Build the parts, sample and judge `problems` × `generations` completions through the real engine and judge.
+    """Build the parts, then sample and judge `problems` × `generations` completions with the real engine and judge.
 
-    A reward that fails counts as 0 here, whatever `reward.on_error` says, so that the rest can still be looked at.
-    Close `KeelSubject.run` after use.
+    A failing reward counts as 0 here, whatever `reward.on_error` says, so that the other checks can run. Close
+    `KeelSubject.run` after use.
     """
     lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"on_error": "zero"})})
     loaded, notes, cut = _policy(lenient, task, warmstart_s)
@@ -313,7 +320,7 @@ def build_subject(
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
         recorder = RecordingEngine(built.run.engine)
         groups = replace(built.collector, engine=recorder, sampling=sampling).collect(drawn)
-        # weights that are no numbers have no log-probabilities to weigh stale samples with: that is what is to be found
+        # non-finite weights have no log-probabilities for mismatch weights; a later probe reports them
         finite = all(bool(p.isfinite().all()) for p in loaded.model.parameters() if p.is_floating_point())
         batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0 and finite)
         on_error.pop_all()
@@ -322,13 +329,13 @@ def build_subject(
 
 
 class _OutOfTime(Exception):
-    """Ends a warm start that has used its time."""
+    """Stops a warm start that exceeds its time limit."""
 
 
 def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...], str | None]:
-    """The policy as step 0 sees it: after the run's own warm start where that is there, else after a timed one.
+    """The policy at step 0, after the run's saved warm start or else after a new one with a time limit.
 
-    Last comes how much of it there was time for, where not for all.
+    The last value says how much of the warm start was run, or is None if it was completed.
     """
     if config.warmstart is None:
         return (*_load(config), None)
@@ -344,7 +351,8 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
         nonlocal done
         done = step
         spent = time.monotonic() - began
-        whole = spent / step * start.options.steps  # at this pace; one that ends is kept for the next time
+        # estimated total time; a completed warm start is cached for the next call
+        whole = spent / step * start.options.steps
         if spent > limit_s and whole > 2 * limit_s and step < start.options.steps:
             raise _OutOfTime
 
@@ -359,13 +367,13 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
 
 
 def _load(config: Config, weights: Path | None = None) -> tuple[LoadedModel, tuple[str, ...]]:
-    """The policy; one that training would refuse because its scores do not repeat is loaded with a note."""
+    """Load the policy. If training would refuse it because its scores do not repeat, add a note instead."""
     if weights is not None:
         check_model(weights)
     try:
         return build_policy(config, weights), ()
     except KeelError as refusal:
-        loaded = build_policy(config, weights, probe=False)  # raises again unless the probe was the reason
+        loaded = build_policy(config, weights, probe=False)  # raises again if the probe was not the reason
         return loaded, (f"training would refuse this model: {refusal}",)
 
 

@@ -1,14 +1,16 @@
-"""Measures, and the run of them over a subject: each after those that have to be sound before it."""
+"""Measures, and the function that runs them on a subject in order of their dependencies."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from keel.base.errors import KeelError, first_line
-from keel.doctor.findings import finding
+from keel.base.yaml_text import parse
+from keel.doctor.findings import Finding, finding, overrides
 from keel.doctor.subject import Power, Subject
 from keel.doctor.verdict import Outcome, failed_measure
 from keel.envs.calls import TooManyHungCalls
@@ -20,10 +22,10 @@ OnOutcome = Callable[[Outcome, float], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """One thing that is measured: how, which codes it may find, which powers it takes.
+    """One measure: its function, the codes that it may find, and the powers that it needs.
 
-    `after` names measures that have to be sound, or it tells nothing. `passes`: it runs pass after pass over the batch,
-    of which a large model gets less. `skill`: it depends on what the policy has learned. `quick`: --quick has it too.
+    `after` names measures that must pass first. `passes`: it makes many forward passes and therefore gets the smaller
+    batch of a large model. `skill`: it depends on what the policy has learned. `quick`: it also runs under --quick.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Measure:
     quick: bool = True
 
     def missing(self, subject: Subject, outcomes: Mapping[str, Outcome]) -> str:
-        """Why it cannot be made; empty if it can."""
+        """Why the measure cannot run; empty if it can."""
         lacking = next((why for power in self.needs if (why := subject.lacks(power))), "")
         unsound = [name for name in self.after if name in outcomes and not outcomes[name].sound]
         return lacking or (f"it tells nothing while {unsound[0]} is not sound" if unsound else "")
@@ -51,9 +53,9 @@ def examine(
     *,
     quick: bool = False,
 ) -> list[Outcome]:
-    """The outcome of every measure, in order; `small` is the subject with a batch for pass after pass.
+    """The outcomes of all measures in order. `small` is the subject with a smaller batch for measures with many passes.
 
-    One that fails on what it is given is said to have failed and does not end the others.
+    A measure that raises is reported as failed, and the others still run.
     """
     outcomes: dict[str, Outcome] = {}
     for measure in measures:
@@ -65,7 +67,11 @@ def examine(
         outcome = (
             Outcome(measure.name, unchecked=(f"{', '.join(measure.codes)}: {why}",)) if why else _made(measure, given)
         )
-        outcome = replace(outcome, undecided=(*outcome.undecided, *subject.budget.take_undecided()))
+        outcome = replace(
+            outcome,
+            findings=tuple(_spelled(finding, subject) for finding in outcome.findings),
+            undecided=(*outcome.undecided, *subject.budget.take_undecided()),
+        )
         outcomes[measure.name] = outcome
         subject.found.update(finding.code for finding in outcome.findings if finding.severity == "error")
         if on_outcome is not None:
@@ -82,12 +88,34 @@ def _made(measure: Measure, subject: Subject) -> Outcome:
         return Outcome(measure.name, unchecked=(f"{measure.name}: {why}",))
     except TooManyHungCalls as hung:
         return _hung(measure.name, hung)
-    except Exception as error:  # a user's part may raise anything
+    except Exception as error:  # user code may raise anything
         return failed_measure(measure.name, error)
 
 
+_OPTION = re.compile(r"\b(?:kl|loss|model|optim|reference|reward|rollout|run)(?:\.[a-z_]+)+(?:=(\S*[^\s.,;:)]))?")
+
+
+def _spelled(found: Finding, subject: Subject) -> Finding:
+    """The finding with Keel's options renamed to those of the subject's trainer."""
+
+    def other(match: re.Match[str]) -> str:
+        name, _, value = match.group().partition("=")
+        names = subject.spelled({name: None})
+        if name in names or not value:
+            return match.group() if name in names else ", ".join(names)
+        return " ".join(overrides(subject.spelled({name: parse(value, name)})))
+
+    def worded(text: str) -> str:
+        return _OPTION.sub(other, text)
+
+    options = tuple(tuple(map(worded, proposal)) for proposal in found.options)
+    return replace(
+        found, evidence=worded(found.evidence), cause=worded(found.cause), advice=worded(found.advice), options=options
+    )
+
+
 def refused(name: str, refusal: KeelError) -> Outcome:
-    """An engine's refusal as the finding that it is; `name` is what cannot be told then."""
+    """The outcome for an engine that refuses: a finding, and `name` as unchecked."""
     if isinstance(refusal, ModelMismatch):
         code, cause = "sampler/other-model", "the sampler was started on another model than the one that is trained"
         advice = "start the sampler on model.name of this configuration, or correct rollout.vllm.url"
@@ -98,11 +126,11 @@ def refused(name: str, refusal: KeelError) -> Outcome:
 
 
 def _hung(name: str, hung: TooManyHungCalls) -> Outcome:
-    """Rewards that do not return while a measure asks them more: they fail, and the measure does not."""
+    """The outcome for rewards that do not return: a finding about the rewards."""
     failed = finding(
         "reward/failed",
         f"while the probe of {name} asked for more rewards: {first_line(hung)}",
         "a reward does not return in the time that it is given, or never",
-        "raise reward.timeout_s if the reward is slow, or mend it",
+        "raise reward.timeout_s if the reward is slow, or fix it",
     )
     return Outcome(name, (failed,), unchecked=(f"{name}: rewards did not return",))

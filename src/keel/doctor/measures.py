@@ -1,4 +1,4 @@
-"""What the preflight measures, in the order in which it does: what breaks others comes first."""
+"""The measures of a preflight, in order. Measures of errors that invalidate others come first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from keel.doctor.sync import measure_sync
 
 
 def _probe(name: str, probe: Any, *codes: str, **how: Any) -> Measure:
-    """A probe of (subject, thresholds), which is not a measure yet."""
+    """A measure from a probe, a function of (subject, thresholds)."""
     about = (inspect.getdoc(probe) or "").splitlines()[0]
     return Measure(name, lambda subject: probe(subject, subject.thresholds), about, codes, **how)
 
@@ -65,7 +65,7 @@ MEASURES: tuple[Measure, ...] = (
     _probe("advantage", probe_advantage, skill=True),
     _probe("objective", probe_objective),
     _probe("kl_term", probe_kl_term, "kl/reversed", "kl/no-gradient", "kl/scale", passes=True, quick=False),
-    _probe("update", probe_update, passes=True, skill=True),  # the next three share its first update
+    _probe("update", probe_update, passes=True, skill=True),  # the next three reuse its first update
     _probe("reach", probe_reach, passes=True),
     _probe("balance", probe_balance, passes=True),
     _probe("limits", probe_limits, passes=True),

@@ -1,4 +1,4 @@
-"""Modes of a model: evaluation for a while, dropout out of torch itself, and the layers that drop."""
+"""Context managers for evaluation mode and for disabling dropout, and the layers that use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.models.head import evaluating
 
 
 def no_dropout(config: Config) -> Advice:
-    """Off where the configuration turns it on; otherwise a part of one's own does."""
+    """The option that turns dropout off, if the configuration turns it on; otherwise user code applies it."""
     return advice.either(
         advice.setting("set {}", advice.without_dropout(config.to_dict())),
         "a loader or scorer of your own must leave model.eval() on",
@@ -30,14 +30,14 @@ def is_active_dropout(module: nn.Module) -> bool:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, with gradients."""
+    """Run in evaluation mode, with gradients."""
     with evaluating(model), torch.enable_grad():
         yield
 
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Every functional dropout is the identity inside, whatever its caller thinks of training mode."""
+    """Run with every functional dropout as the identity, whatever its `training` argument."""
     names = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
     originals = {name: getattr(functional, name) for name in names}
     try:

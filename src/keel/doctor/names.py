@@ -1,4 +1,4 @@
-"""What other trainers call what Keel measures (names.yaml), whose log it is, and the short names of `--map`."""
+"""Metric names of other trainers (names.yaml), detection of a log's trainer, and the short names of `--map`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ K3 = "kl/policy_ref/k3/mean"
 
 @dataclass(frozen=True)
 class Name:
-    """A metric of another trainer: Keel's name, its unit, what it is a mean over, and the factor to Keel's unit."""
+    """The Keel name of another trainer's metric: its unit, what it averages over, and the factor to Keel's unit."""
 
     keel: str
     unit: str
@@ -28,7 +28,7 @@ class Name:
 
 @dataclass(frozen=True)
 class PeerTrainer:
-    """One of the trainers of names.yaml; `options` are theirs → Keel's."""
+    """One trainer in names.yaml. `options` maps its option names to Keel's."""
 
     name: str
     about: str
@@ -41,7 +41,7 @@ class PeerTrainer:
         return [(_pattern(theirs), name) for theirs, name in self.metrics.items()]
 
     def find(self, logged: str) -> tuple[int, Name] | None:
-        """(row, Keel's name and unit) of a logged name, with or without a `train/` before it."""
+        """(row, Keel's name) of a logged name, with or without the prefix `train/`."""
         for bare in dict.fromkeys((logged, logged.removeprefix("train/"))):
             for row, (pattern, name) in enumerate(self._patterns):
                 if match := pattern.fullmatch(bare):
@@ -52,7 +52,7 @@ class PeerTrainer:
         return None
 
     def marked(self, names: Iterable[str]) -> int:
-        """How many of the names are this trainer's own."""
+        """How many of the names only this trainer uses."""
         patterns = [_pattern(marker) for marker in self.markers]
         return sum(any(p.fullmatch(n) or p.fullmatch(n.removeprefix("train/")) for p in patterns) for n in names)
 
@@ -77,7 +77,7 @@ def _trainers() -> dict[str, PeerTrainer]:
 
 TRAINERS = _trainers()
 
-# `--map kl=column`: what the checks read, under short names.
+# Short names for `--map kl=column`.
 SHORT: dict[str, str] = {
     "step": "step",
     "kl": K3,
@@ -106,12 +106,12 @@ _METRIC_PREFIXES = (
     *("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt"),
     *("turn", "tool", "answer", "mismatch", "rollout", "advantage"),
 )
-_LAST = 10_000  # rows of a table come before names that are Keel's already
+_LAST = 10_000  # sorts Keel's own names after those of a table
 _KEEL = re.compile(rf"^({'|'.join(_METRIC_PREFIXES)})/")
 
 
 def source_of(names: Iterable[str]) -> str | None:
-    """The trainer whose names these are: the one with most names of its own; None where none has two."""
+    """The trainer with the most names of its own among these; None if no trainer has two."""
     names = list(names)
     marked = {trainer.name: trainer.marked(names) for trainer in TRAINERS.values()}
     best = max(marked, key=lambda name: marked[name])
@@ -119,7 +119,7 @@ def source_of(names: Iterable[str]) -> str | None:
 
 
 def find_name(logged: str, source: str | None = None) -> tuple[int, Name] | None:
-    """Of the trainer's own table where it is known; otherwise of the first that has exactly that name, then Keel's."""
+    """Look a name up in the trainer's own table; if that is unknown, take the first exact match, then Keel's."""
     bare = logged.removeprefix("train/")
     keel = (_LAST, Name(bare, "", "")) if _KEEL.match(bare) else None
     if source in TRAINERS:
@@ -130,20 +130,20 @@ def find_name(logged: str, source: str | None = None) -> tuple[int, Name] | None
 
 
 def canonical(name: str, source: str | None = None) -> str | None:
-    """Keel's name of a peer's metric, with or without a `train/` before it; None where Keel has none."""
+    """Keel's name of another trainer's metric, with or without the prefix `train/`; None if Keel has none."""
     row = find_name(name, source)
     return row[1].keel if row is not None else None
 
 
 def option_name(dotted: str, source: str) -> str:
-    """What the user of that trainer has to change: the trainer's own option where there is one, Keel's otherwise."""
+    """The option name to show to a user: that trainer's own if it has one, otherwise Keel's."""
     if source not in TRAINERS:
         return dotted
     return next((theirs for theirs, ours in TRAINERS[source].options.items() if ours == dotted), dotted)
 
 
 def keel_options(source: str, args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """As much of a trainer's options as has a Keel name, under it: {section: {option: value}}."""
+    """A trainer's options under their Keel names, as far as they have one: {section: {option: value}}."""
     options: dict[str, dict[str, Any]] = {}
     for theirs, ours in TRAINERS[source].options.items() if source in TRAINERS else ():
         value = args.get(theirs) if theirs in args else option_of(args, theirs)
@@ -151,12 +151,12 @@ def keel_options(source: str, args: Mapping[str, Any]) -> dict[str, dict[str, An
             section, name = ours.split(".")
             options.setdefault(section, {})[name] = value
     if source == "verl" and option_of(args, "actor_rollout_ref.actor.use_kl_loss") is False:
-        options.setdefault("kl", {})["beta"] = 0.0  # the coefficient has a value although nothing reads it
+        options.setdefault("kl", {})["beta"] = 0.0  # β has a default value although nothing uses it
     return options
 
 
 def from_map(name: str) -> str:
-    """Keel's name of a name given to `--map`: a short one, or Keel's own."""
+    """Keel's metric for a name given to `--map`: a short name or Keel's own."""
     if name in SHORT:
         return SHORT[name]
     if _KEEL.match(name):
@@ -167,9 +167,9 @@ def from_map(name: str) -> str:
 def renamed(
     series: Mapping[str, Series], mapping: Mapping[str, str], source: str | None = None
 ) -> tuple[dict[str, Series], list[str]]:
-    """(series under Keel's names and in Keel's units, names that no check reads); the first row for a name counts.
+    """(series under Keel's names and units, names that no check reads). The first row for a name wins.
 
-    `mapping` is that of `--map`, {name: column}; its columns are read under these names alone.
+    `mapping` is that of `--map`, {name: column}. Its columns are read under these names only.
     """
     rows = {name: find_name(name, source) for name in series if name not in mapping.values()}
     unused = [name for name, row in rows.items() if row is None]
@@ -182,7 +182,7 @@ def renamed(
 
 
 def derived(series: dict[str, Series]) -> dict[str, Series]:
-    """What follows from what was logged: groups without spread are those that solved none or all, or were filtered."""
+    """Add metrics that follow from logged ones: zero-variance groups, and complements (1 − the logged share)."""
     none, every = series.get("reward/solved_none_fraction"), series.get("reward/solved_all_fraction")
     if none is not None and every is not None:
         at = dict(zip(every.steps, every.values, strict=True))

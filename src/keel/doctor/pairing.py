@@ -1,12 +1,11 @@
-"""Do gold answers belong to their problems? The model's own likelihood of each answer after each prompt tells."""
+"""Check that gold answers belong to their problems, by the model's likelihood of each answer after each prompt."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,27 +14,26 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.doctor.evidence import level, more_groups
+from keel.doctor.evidence import level
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.run.build import build_renderer
 
-FEWEST, MOST, FIRST = 10, 32, 12  # problems: at least, at most, and to begin with
-POOL = 256  # problems that are drawn at once
-DRAWING_S, SECONDS = 1.0, 4.0  # for the numbers of all rows, and for likelihoods
-FARTHEST = 3  # rows that answers may have been shifted by, and ends of the data that may be missing
-RUN = 24  # neighbouring rows, and as many at the places that they would be moved to
-LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16  # where there are few different answers
-LONGER = 4  # times as long as a gold answer: a text beyond that is no answer of its kind
+FEWEST, MOST, FIRST = 10, 32, 12  # number of problems: least, most, and at first
+POOL = 256  # problems that are sampled at once
+DRAWING_S, SECONDS = 1.0, 4.0  # time limits in seconds for sampling row numbers and for likelihoods
+FARTHEST = 3  # largest shift of rows that is tested
+LONGER = 4  # a text longer than this multiple of the longest gold answer is not a candidate
+LEAST_PROMPTS, MOST_PROMPTS, MOST_ANSWERS = 32, 96, 16  # for few distinct answers
 OWN = "their own"
 
-Partners = Sequence[int | None]  # of each prompt, the number of the answer that would be its own
+Partners = Sequence[int | None]  # for each prompt, the index of the answer that is paired with it
 
 
 @dataclass(frozen=True)
 class AlignmentFit:
-    """The answers that the model finds likely, by standard deviations of a random pairing, beside their own."""
+    """The arrangement of answers that the model prefers, against the given one, in standard deviations."""
 
     which: str
     deviations: float
@@ -44,10 +42,10 @@ class AlignmentFit:
 
 
 def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Answers that the model finds likely after the prompt of another row, and not after their own.
+    """Answers that fit the prompt of another row, and not their own prompt.
 
-    A model without skill finds no answer likelier after any prompt, and then nothing is said. Held-out problems are
-    looked at where it knows the answers of those that are trained on.
+    Without skill, the model prefers no arrangement, and nothing is reported. Held-out problems are tested if the model
+    knows the answers of training problems.
     """
     task, seed = setup.run.task, setup.config.run.seed
     if task.prompts_only or task.multi_turn:
@@ -69,7 +67,7 @@ def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[F
 
 
 def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> AlignmentFit | None:
-    """The arrangement of the answers that fits their prompts, as they come in a batch or by rows of the data."""
+    """The arrangement of answers that fits the prompts best, in batch order or by row number."""
     problems = _distinct(draw(step=0))
     few = likelihoods(setup, problems[:FIRST], gold_texts(setup, problems[:FIRST]))
     if len(few) >= FEWEST and (own := association(few, range(len(few)))) > deviations_of(0.01):
@@ -78,15 +76,9 @@ def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]], thresholds:
     if in_batch is not None:
         return in_batch
     rows = _rows(draw)
-    if len(rows) < FEWEST:
-        return None
-    chosen = far_rows(rows)
-    return _best(
-        setup,
-        [rows[number] for number in chosen],
-        lambda count: rearranged(chosen[:count], min(rows), max(rows)),
-        thresholds,
-    )
+    numbers = sorted(rows)[max(0, (len(rows) - MOST) // 2) :][:MOST]  # the first rows may precede the shift
+    chosen = [rows[number] for number in numbers]
+    return _best(setup, chosen, lambda count: shifts(numbers[:count], "in the data"), thresholds)
 
 
 def _best(
@@ -95,7 +87,7 @@ def _best(
     arrangements: Callable[[int], Mapping[str, Partners]],
     thresholds: Thresholds,
 ) -> AlignmentFit | None:
-    """The arrangement that fits best, where it is no chance over both sides and both orders."""
+    """The best arrangement if it is significant over both sides and both orders, else None."""
     likelihood = likelihoods(setup, problems, gold_texts(setup, problems))
     count = len(likelihood)
     if count < FEWEST:
@@ -109,11 +101,11 @@ def _best(
     return None if by_chance else AlignmentFit(which, scores[which], own, count)
 
 
-# ------------------------------------------------------------------------ where an answer may have gone
+# ------------------------------------------------------------------------ shifted answers
 
 
 def shifts(numbers: Sequence[int], where: str) -> dict[str, Partners]:
-    """Answers of some rows before or after, by the numbers of the rows that are there."""
+    """The pairings for each shift, by row number; missing rows have no partner."""
     index = {number: i for i, number in enumerate(numbers)}
     return {
         f"the one {abs(by)} {'after' if by > 0 else 'before'} theirs {where}": [index.get(n + by) for n in numbers]
@@ -122,32 +114,8 @@ def shifts(numbers: Sequence[int], where: str) -> dict[str, Partners]:
     }
 
 
-def rearranged(numbers: Sequence[int], first: int, last: int) -> dict[str, Partners]:
-    """The same, and the opposite order of the rows from `first` to `last`, and their halves exchanged."""
-    index = {number: i for i, number in enumerate(numbers)}
-    total = last - first + 1
-    moved = shifts(numbers, "in the data")
-    for by in range(-FARTHEST, FARTHEST + 1):
-        off = f", {abs(by)} off" if by else ""
-        half = total // 2 + by
-        moved[f"the one of the opposite order of the data{off}"] = [index.get(first + last + by - n) for n in numbers]
-        moved[f"the one half of the data away{off}"] = [index.get(first + (n - first + half) % total) for n in numbers]
-    return moved
-
-
-def far_rows(rows: Collection[int]) -> list[int]:
-    """Neighbouring rows, each with its counterparts in the opposite order and in the other half of the data."""
-    first, last = min(rows), max(rows)
-    total = last - first + 1
-    if len(rows) <= 3 * RUN:
-        return sorted(rows)
-    start = first + total // 8
-    trios = ((n, first + last - n, n + total // 2) for n in range(start, start + RUN))
-    return list(dict.fromkeys(n for trio in trios for n in trio if n in rows))
-
-
 def _rows(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
-    """All problems of one source by the number that their keys end with, as many as the time allows."""
+    """Problems of one source by the row number in their key, as many as the time limit allows."""
     sources: dict[str, dict[int, Problem]] = {}
     began, step, fresh = time.monotonic(), 0, True
     while fresh and time.monotonic() - began < DRAWING_S:
@@ -174,7 +142,7 @@ def _moved(fit: AlignmentFit, code: str, side: str) -> Finding:
 
 
 def _distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
-    """Problems as they come in a batch, each once."""
+    """The first `most` distinct problems in batch order."""
     first: dict[str, Problem] = {}
     for problem in pool:
         first.setdefault(str(problem.prompt), problem)
@@ -182,18 +150,18 @@ def _distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
 
 
 def association(likelihood: Tensor, partners: Partners) -> float:
-    """By how many standard deviations of a random pairing answers rank higher after the prompts they are paired with.
+    """The rank correlation between prompts and their paired answers, in standard deviations of a random pairing.
 
-    What an answer has after all prompts is taken out first, then answers are ranked after each prompt: one likelihood
-    that dwarfs the others counts no more than the first rank. Of m pairs of n the variance of a random pairing is
-    Σ r² m/n² (1 + (m − 1)/(n − 1)²), with r the ranks less their means.
+    The mean of each answer over all prompts is subtracted, and then answers are ranked after each prompt. An extreme
+    likelihood therefore counts as one rank. For m pairs of n the variance of a random pairing is Σ r² m/n² (1 + (m −
+    1)/(n − 1)²), with the centred ranks r.
     """
     n, pairs = len(likelihood), [(i, j) for i, j in enumerate(partners) if j is not None]
     if len(pairs) < min(n, FEWEST):
         return 0.0
     values = (likelihood - likelihood.mean(0)).cpu()
     lower, higher = values[:, None] < values[:, :, None], values[:, None] > values[:, :, None]
-    ranks = (lower.double().sum(-1) - higher.double().sum(-1) + n + 1) / 2  # ties share their mean rank
+    ranks = (lower.double().sum(-1) - higher.double().sum(-1) + n + 1) / 2  # ties get their mean rank
     centred = ranks - ranks.mean(0) - ranks.mean(1, keepdim=True) + ranks.mean()
     paired = sum(float(centred[pair]) for pair in pairs)
     m = len(pairs)
@@ -201,22 +169,19 @@ def association(likelihood: Tensor, partners: Partners) -> float:
     return paired / variance**0.5 if variance > 0 else 0.0
 
 
-# ------------------------------------------------------------------------ few different answers
+# ------------------------------------------------------------------------ few distinct answers
 
 
 @dataclass(frozen=True)
 class SettingChoice:
-    """What the model chooses among few answers after each prompt: log-probabilities `[n, answers]`, gold columns `[n]`.
-
-    What it writes is among them: gold answers may all be of another kind than its own, such as a place or a letter.
-    """
+    """The model's choice among a few answers: log-probabilities `[n, answers]`, and the gold answer's index `[n]`."""
 
     likelihood: Tensor
     own: Tensor
 
     @property
     def mass(self) -> float:
-        """The share of the model's text that these answers are."""
+        """The mean total probability of these answers."""
         return float(self.likelihood.exp().sum(-1).clamp_max(1).mean())
 
     @property
@@ -225,74 +190,47 @@ class SettingChoice:
 
     @property
     def beyond_usual(self) -> Tensor:
-        """By how many nats each answer is likelier after this prompt than after all of them `[n, answers]`."""
+        """The log-ratio of each answer's probability to its mean over all prompts, in nats `[n, answers]`."""
         return self.chosen - (self.chosen.logsumexp(0) - math.log(len(self.chosen)))
 
     @property
     def opinion(self) -> float:
-        """How much it tells prompts apart: the mean KL from its choice to its mean choice; 0 where it cannot tell."""
+        """The mutual information between prompt and chosen answer: the mean KL from each choice to the mean choice."""
         return float((self.chosen.exp() * self.beyond_usual).sum(-1).mean())
 
     @property
     def support(self) -> Tensor:
-        """What it says of each gold answer beyond what it says of it after all prompts, in nats `[n]`."""
+        """The log-ratio of each gold answer's probability to its mean over all prompts, in nats `[n]`."""
         return self.beyond_usual.gather(-1, self.own[:, None]).squeeze(-1)
 
 
-def _choice(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> SettingChoice | None:
-    """None where there are more answers than few, or the model writes something else, or cannot tell prompts apart."""
+def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+    """With few distinct answers: gold answers that are less likely after their own prompts than after others."""
     golds = gold_texts(setup, problems)
-    if not 1 < len(set(golds)) <= MOST_ANSWERS or len(problems) < LEAST_PROMPTS:
-        return None
-    choice = _between(setup, problems, golds, setup.groups, thresholds)
-    if choice is not None and choice.mass < thresholds["answers_mass"]:  # it may write more than the batch shows
-        groups = more_groups(setup, "data/misaligned", lambda groups: len(groups) < FEWEST)
-        choice = _between(setup, problems, golds, groups, thresholds)
-    if choice is None or not choice.mass >= thresholds["answers_mass"]:  # no number is not
-        return None
-    return choice if choice.opinion >= thresholds["answers_opinion"] else None
-
-
-def _between(
-    setup: KeelSubject,
-    problems: Sequence[Problem],
-    golds: Sequence[str],
-    groups: Sequence[Group],
-    thresholds: Thresholds,
-) -> SettingChoice | None:
-    """Gold answers and what the model has written of their length; None where that is something else."""
-    longest = LONGER * max(map(len, golds))
-    written = [
-        completion.text
-        for group in groups
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward.parsed and completion.text
-    ]
-    read = Counter(text for text in written if len(text) <= longest)
-    texts = list(dict.fromkeys([*golds, *(text for text, _ in read.most_common())]))[:MOST_ANSWERS]
-    if not written or len(texts) < 3 or sum(read[text] for text in texts) < thresholds["answers_mass"] * len(written):
-        return None
+    longest = LONGER * max(map(len, golds), default=0)
+    pairs = (pair for group in setup.groups for pair in zip(group.completions, group.rewards, strict=True))
+    # gold answers may all differ in kind from the model's, such as a place or a letter
+    written = [c.text for c, reward in pairs if reward.parsed and 0 < len(c.text) <= longest]
+    texts = list(dict.fromkeys([*golds, *written]))[:MOST_ANSWERS]
+    if not 1 < len(set(golds)) <= MOST_ANSWERS or len(texts) < 3 or len(problems) < LEAST_PROMPTS:
+        return
     likelihood = likelihoods(setup, problems, texts)
     if len(likelihood) < LEAST_PROMPTS:
-        return None
-    return SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
-
-
-def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
-    """Few different answers, of which the model chooses by the prompt, and gold ones that its choice speaks against."""
-    choice = _choice(setup, problems, thresholds)
-    if choice is None:
         return
-    count, answers = choice.likelihood.shape
+    choice = SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
+    # the model may write other texts or ignore the prompt; this also catches NaN
+    if not (choice.mass >= thresholds["answers_mass"] and choice.opinion >= thresholds["answers_opinion"]):
+        return
     support = choice.support
-    deviations = float(support.mean() / (support.std() / count**0.5).clamp_min(1e-12))
+    deviations = float(support.mean() / (support.std() / len(support) ** 0.5).clamp_min(1e-12))
     if -deviations < deviations_of(level(thresholds, looks=2)):
         return
     yield finding(
         "data/misaligned",
-        f"after {count} prompts the model chooses among {answers} answers ({100 * choice.mass:.0f} % of what it would "
-        f"write) and tells prompts apart ({choice.opinion:.2g} nats), but gold answers are {-support.mean():.2g} nats "
-        f"less likely after their own prompts than after others ({-deviations:.1f} standard errors)",
+        f"after {len(likelihood)} prompts the model chooses among {len(texts)} answers ({100 * choice.mass:.0f} % of "
+        f"what it would write) and tells prompts apart ({choice.opinion:.2g} nats), but gold answers are "
+        f"{-support.mean():.2g} nats less likely after their own prompts than after others ({-deviations:.1f} standard "
+        "errors)",
         "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or many are "
         "wrong, or the model was taught another task than the data ask for, or they are the problems that it fails",
         "read some rows, question beside answer; check that both are taken from the same row",
@@ -308,9 +246,9 @@ def gold_texts(setup: KeelSubject, problems: Sequence[Problem]) -> list[str]:
 
 
 def likelihoods(setup: KeelSubject, problems: Sequence[Problem], golds: Sequence[str]) -> Tensor:
-    """`[n, answers]`: the log-probability of each after each prompt, of as many problems as the time allows.
+    """`[n, answers]`: the log-probability of each answer after each prompt, for as many problems as the time allows.
 
-    Where there is an answer a prompt, fewer prompts leave fewer answers.
+    With one answer per prompt, fewer prompts also mean fewer answers.
     """
     tokenizer = setup.policy.tokenizer
     renderer = build_renderer(setup.config, tokenizer)
@@ -335,7 +273,7 @@ def likelihoods(setup: KeelSubject, problems: Sequence[Problem], golds: Sequence
             tokens = torch.tensor(distinct[i], device=logits.device)[:, None]
             scored[distinct[i]] = float(logits.log_softmax(-1).gather(-1, tokens).sum())
         rows.append(torch.tensor([scored[answer] for answer in answers[:count]], dtype=torch.float64))
-        each = (time.monotonic() - began) / len(rows)  # a row: fewer rows are shorter ones too
+        each = (time.monotonic() - began) / len(rows)  # seconds per row; shorter batches also have fewer columns
         if each * count > SECONDS:
             count = min(count, int(math.sqrt(SECONDS / each * count)))
             if count < FEWEST:
@@ -345,7 +283,7 @@ def likelihoods(setup: KeelSubject, problems: Sequence[Problem], golds: Sequence
 
 
 def deviations_of(chance: float) -> float:
-    """Standard deviations that a normal variable exceeds with this chance."""
+    """The number of standard deviations that a normal variable exceeds with this probability."""
     from scipy.special import ndtri
 
     return float(-ndtri(chance))

@@ -1,4 +1,4 @@
-"""`keel doctor CONFIG`: build the real parts, try them on one small batch, and say what is wrong before a run."""
+"""`keel doctor CONFIG`: build the real parts, run experiments on one small batch, and report problems before a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keel.doctor.verdict import Outcome
 from keel.envs import Task
 from keel.rollout.engine import ModelMismatch, StaleWeights
 
-QUICK = partial(Budget, doubt_s=15.0, judgements=60)  # of --quick
+QUICK = partial(Budget, doubt_s=15.0, judgements=60)  # the budget of --quick
 
 
 def preflight(
@@ -38,12 +38,13 @@ def preflight(
     warmstart_s: float = WARMSTART_S,
     quick: bool = False,
 ) -> Diagnosis:
-    """Findings of all measures, worst first; `on_probe(outcome, seconds)` is called after each of them.
+    """Findings of all measures, worst first. `on_probe(outcome, seconds)` is called after each measure.
 
-    A sampler that is refused when it is built is the only finding, since nothing can be sampled. A warm start is cut
-    after `warmstart_s` if it would take more than twice that; what then depends on the policy's skill is a note and
-    decides no hypothesis.
-    `quick` leaves some measures out and gives the others less of the batch.
+    If the sampler is refused when it is built, that is the only finding. A warm start that would take more than twice
+    `warmstart_s` is stopped after `warmstart_s`. Findings that depend on the policy's skill are then notes and decide
+    no hypothesis.
+
+    `quick` skips some measures and reduces the batch of the others.
     """
     limits = load_thresholds() if thresholds is None else thresholds
     began = time.monotonic()
@@ -85,14 +86,14 @@ def preflight(
 
 
 def _without_samples(config: Config, outcome: Outcome, limits: Thresholds) -> Diagnosis:
-    """What is left to say where the sampler was refused."""
+    """The diagnosis if the sampler was refused."""
     formula = formula_of(config.to_dict())
     hypotheses = judge_suspects(outcome.findings, {}, limits, outcome.unchecked, formula)
     return with_threshold_notes(Diagnosis(outcome.findings, hypotheses, outcome.unchecked), limits)
 
 
 def _softened(finding: Finding, cut: str) -> Finding:
-    """A finding about a policy whose warm start was cut says so and is a note: the run's own policy knows more."""
+    """With a cut warm start, turn a finding that depends on skill into a note that says so."""
     if not CODES[finding.code].skill:
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")

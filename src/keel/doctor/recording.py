@@ -1,4 +1,4 @@
-"""An engine that keeps a record of what it is asked and of what it answers."""
+"""An engine that records its requests and answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keel.rollout.request import Turn
 
 
 class RecordingEngine(EngineWrapper):
-    """The inner engine: `first` are the requests of its first call, `turns` all of its answers, in order."""
+    """Wraps an engine. `first` are the requests of its first call, and `turns` are all of its answers in order."""
 
     def __init__(self, inner: Engine) -> None:
         super().__init__(inner)
@@ -26,7 +26,7 @@ class RecordingEngine(EngineWrapper):
         generated = self.inner.generate(requests, sampling, seed=seed, attempt=attempt, step=step)
         self.turns += [
             Turn(request, sample, completion)
-            for request, completions in zip(requests, generated, strict=False)  # a wrong number is the caller's to say
+            for request, completions in zip(requests, generated, strict=False)  # the caller reports a wrong number
             for sample, completion in zip(request.drawn(sampling), completions, strict=False)
         ]
         return generated

@@ -1,4 +1,4 @@
-"""What a chat template does by itself: where it puts the user's text, and what opens the assistant's turn."""
+"""Analyse a chat template: where it puts the user's text, and its header of the assistant's turn."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from keel.rollout.render import Renderer
 from keel.run.build import build_renderer
 
 _QUESTION, _ANSWER = "keelquestionprobe", "keelanswerprobe"
-_THOUGHT = "<think>"  # belongs to what is answered, whoever writes it
+_THOUGHT = "<think>"  # belongs to the answer, whether the template or the model writes it
 _WORDS = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class TurnMarks:
-    """Texts as a template writes them: what opens the user's and the assistant's turn.
+    """Texts that a template writes to open the user's and the assistant's turn.
 
-    `assistant` is the generation prompt, `answered` what stands before an answer in a conversation and `end` after it,
-    `asked` all that stands before a question, and `opening` what the generation prompt begins of the answer itself.
+    `assistant` is the generation prompt. `answered` and `end` stand before and after an answer in a conversation.
+    `asked` is all text before a question. `opening` is the part of the generation prompt that starts the answer itself.
     """
 
     user: str
@@ -35,52 +35,52 @@ class TurnMarks:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the generation prompt by the template's own conversations; None where nothing is."""
+        """What is wrong with the generation prompt, compared with the template's conversations; None if nothing is."""
         if not self.answered or self.answered.startswith(self.assistant):
             return None
         if self.asked.endswith(self.assistant):
             return "it opens the user's turn"
         rest = self.assistant.removeprefix(self.answered).strip()
         if rest == self.assistant:
-            return None  # another header, which may be meant
+            return None  # a different header, which may be intended
         if self.end and self.end in rest:
             return "it opens the assistant's turn and ends it at once"
         return "it opens the assistant's turn twice" if self.answered in rest else None
 
     @property
     def doubled(self) -> bool:
-        """Whether the fault is a header too many, and not one that is missing."""
+        """Whether the generation prompt contains one header too many, rather than too few."""
         return self.fault is not None and self.fault.endswith("twice")
 
 
 def rendered(setup: KeelSubject, problems: Sequence[Problem]) -> list[tuple[int, ...]]:
-    """The tokens of prompts as training renders them, before any limit cuts them."""
+    """The prompts' tokens as training renders them, before truncation."""
     renderer = build_renderer(setup.config, setup.policy.tokenizer)
     return [renderer.prompt(problem) for problem in problems]
 
 
 def messages_of(problem: Problem) -> list[Mapping[str, str]]:
-    """A prompt as messages; a text is the user's."""
+    """A prompt as messages. A plain text becomes a user message."""
     if isinstance(problem.prompt, str):
         return [{"role": "user", "content": problem.prompt}]
     return [dict(message) for message in problem.prompt]
 
 
 def in_template(renderer: Renderer, problem: Problem) -> bool:
-    """Whether this problem is put into the chat template."""
+    """Whether this problem is rendered with the chat template."""
     as_messages = not isinstance(problem.prompt, str) or renderer.system_prompt is not None
     return renderer.template is not None and (renderer.named or as_messages)
 
 
 def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
-    """Learned by rendering a question with and without a generation prompt; None where the template does not tell."""
+    """The marks, from renderings with and without a generation prompt; None if they cannot be determined."""
     question, answer = {"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}
 
     def fill(*messages: dict[str, str], opened: bool = False) -> str:
         options = {"tokenize": False, "add_generation_prompt": opened, "chat_template": template}
         try:
             return str(tokenizer.apply_chat_template(list(messages), **options))
-        except Exception:  # templates raise what they like
+        except Exception:  # a template may raise any exception
             return ""
 
     if template is None:
@@ -99,10 +99,10 @@ def turn_marks(tokenizer: Any, template: str | None) -> TurnMarks | None:
 
 
 def _between_turns(conversation: str, after: str) -> str:
-    """What opens an answer where a template has no generation prompt: the text between question and answer.
+    """The header of an answer for templates without a generation prompt: the text between question and answer.
 
-    A template that always opens the assistant's turn has done so after a lone question, behind the end of that turn;
-    what more it writes before an answer, such as an empty thought, is no header.
+    A template that always writes the header has already done so after the question. Further text before an answer, such
+    as an empty thought, is not part of the header.
     """
     between, answered, end = conversation.partition(_QUESTION)[2].partition(_ANSWER)
     opened = after.strip().removeprefix(end.strip()).strip()
@@ -118,7 +118,7 @@ def own_template(tokenizer: Any) -> str | None:
 
 
 def template_name(tokenizer: Any) -> str | None:
-    """What data.chat_template calls the template that `auto` uses; by its name, plain text is put in too."""
+    """The value of data.chat_template for the template that `auto` uses. With it, plain texts are rendered as well."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, Mapping):
         return "default" if template else None
@@ -126,7 +126,7 @@ def template_name(tokenizer: Any) -> str | None:
 
 
 def _last_mark(tokenizer: Any, before: str) -> str:
-    """What stands right before the user's text, from its last special token on; empty where there is none."""
+    """The text right before the user's text, from the last special token on; empty if there is none."""
     special = [t for t in getattr(tokenizer, "all_special_tokens", ()) if t and t != tokenizer.bos_token]
     starts = [before.rfind(token) for token in special if token in before]
     opening = before[max(starts) :].strip() if starts else ""
@@ -135,14 +135,14 @@ def _last_mark(tokenizer: Any, before: str) -> str:
 
 
 def words(text: str) -> list[str]:
-    """Its words and numbers in lower case; escaped line breaks, as JSON has them, part words too."""
+    """The words and numbers of a text in lower case. Escaped line breaks, as in JSON, separate words."""
     return _WORDS.findall(text.replace("\\n", " ").replace("\\t", " ").casefold())
 
 
 def survives(text: str, decoded: str) -> bool:
-    """Whether a text still stands in a decoded prompt, whatever became of spaces, case and punctuation.
+    """Whether a decoded prompt still contains a text, apart from spaces, case and punctuation.
 
-    The whole of it in one piece, or all of its words in their order.
+    It must contain the text as one piece, or all of its words in order.
     """
     squashed, whole = "".join(words(text)), "".join(words(decoded))
     if squashed in whole:
@@ -152,7 +152,7 @@ def survives(text: str, decoded: str) -> bool:
 
 
 def word_by_word(tokenizer: Any, text: str) -> str:
-    """A text as the tokenizer writes its words back, one at a time: without what it has no token for."""
+    """Encode and decode a text word by word, which drops what the tokenizer cannot represent."""
     return " ".join(
         str(tokenizer.decode(tokenizer.encode(word, add_special_tokens=False), skip_special_tokens=False))
         for word in text.split()
@@ -172,5 +172,5 @@ TOKENIZER_ADVICE = "load model and tokenizer of one checkpoint (model.name), and
 
 
 def tokenizer_finding(evidence: str) -> Finding:
-    """The tokenizer is not the model's, by this evidence."""
+    """The finding that the tokenizer does not belong to the model."""
     return finding("model/tokenizer", evidence, TOKENIZER_CAUSE, TOKENIZER_ADVICE)

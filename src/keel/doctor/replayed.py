@@ -1,4 +1,4 @@
-"""First turns of the batch, said again in new episodes of their problem: what was asked and what was answered."""
+"""Replay first turns of the batch in new episodes, to compare the environment's replies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from keel.envs import Episode
 from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
 
-EPISODES = 12  # of the batch whose first turn is said again
-FEWEST, MOST = 4, 0.75  # calls that must agree, and the share of them
+EPISODES = 12  # episodes of the batch whose first turn is replayed
+FEWEST, MOST = 4, 0.75  # least number and share of calls that must agree
 
 _ROLES = frozenset(("tool", "function", "ipython", "observation"))
 _RESULT = re.compile(r"\b(?:results?|outputs?|observations?|responses?|returned|found)\b", re.IGNORECASE)
@@ -26,61 +26,62 @@ _VALUE = re.compile(r"\W*[-+]?\d[\d.,]*\W*")
 
 
 class Wrong(NamedTuple):
-    """What is wrong and its cause, how sure that is, and where it would be right."""
+    """A violated property: evidence and cause, the severity, and when it would be intended."""
 
     evidence: str
     cause: str
     severity: Severity = "error"
     unless: str = ""
-    in_failures: Severity | None = None  # where hardly an episode can be read, which speaks for it
+    # the severity if hardly any episode can be parsed, which makes the finding more likely
+    in_failures: Severity | None = None
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """The replies to a first turn of the batch: as the model was shown them, and twice in episodes of their own."""
+    """The replies to a first turn of the batch: the one shown to the model, and those of two new episodes."""
 
     problem: Problem
     text: str
-    shown: str | None  # None where it had no room
+    shown: str | None  # None if it did not fit into the context
     first: str
     again: str
-    roles: tuple[str, ...]  # of its messages; none of a text
+    roles: tuple[str, ...]  # roles of the reply's messages; empty for a plain text
     asked: Hashable  # see `asked_of`
     of_tool: bool
 
     @property
     def is_result(self) -> bool:
-        """Whether it is said to be what a call returned; other replies may be the same to all."""
+        """Whether the reply is a tool result. Other replies may be equal for all."""
         called = _RESULT.search(self.again) or _VALUE.fullmatch(self.again)
         return self.of_tool or bool(_ROLES & set(self.roles)) or called is not None
 
     @property
     def is_steady(self) -> bool:
-        """Whether the call returns the same both times, and something."""
+        """Whether the call returns the same nonempty result both times."""
         return self.first == self.again and bool(self.again.strip())
 
 
 def asked_of(episode: Episode, text: str) -> Hashable:
-    """What a turn asks for: the names and arguments of its calls, whatever was thought; elsewhere all of it."""
+    """The names and arguments of a turn's calls, without its reasoning; for other environments, the whole turn."""
     if not isinstance(episode, ToolEpisode):
         return text
     calls = parse_calls(text, episode.toolbox.format, tuple(episode.offered.values()))
     return tuple((call.name, json.dumps(call.arguments, sort_keys=True, default=str)) for call in calls)
 
 
-def replayed(setup: KeelSubject) -> tuple[list[Replayed], list[tuple[bool, bool]]]:
-    """The first calls of the batch's episodes, each made twice in a row: those answered, and which ended theirs.
+def replayed(setup: KeelSubject) -> list[Replayed]:
+    """The batch's answered first calls, each repeated twice in a row.
 
-    A turn that was cut at its limit is no call.
+    Turns that were cut at their limit are skipped.
     """
     whole = {(t.request.key, t.sample): t.completion for t in reversed(setup.turns)}
     texts = {key: completion.text for key, completion in whole.items() if completion.stop_reason != "length"}
-    rows, ends = list[Replayed](), list[tuple[bool, bool]]()
+    rows, calls = list[Replayed](), 0
     for sample in range(max(len(group.completions) for group in setup.groups)):
-        # One problem after the other, so that the call before a call is another one.
+        # Problems alternate, so that consecutive calls differ.
         for group in (group for group in setup.groups if sample < len(group.completions)):
             text = texts.get((group.problem.key, sample))
-            if text is None or len(ends) >= EPISODES:
+            if text is None or calls >= EPISODES:
                 continue
             shown = replies(group.completions[sample], setup.policy.tokenizer)
             with suppress(Exception):  # a user's environment may raise anything
@@ -88,9 +89,9 @@ def replayed(setup: KeelSubject) -> tuple[list[Replayed], list[tuple[bool, bool]
                     asked, of_tool = asked_of(episode, text), isinstance(episode, ToolEpisode)
                 with played_again(setup, group.problem, [text]) as (_, (again, *_)):
                     pass
-                ends.append((first is None, again is None))
+                calls += 1
                 if first is not None and again is not None:
                     roles = () if isinstance(again, str) else tuple(message["role"] for message in again)
-                    told, heard = shown[0] if shown else None, (contents(first), contents(again))
-                    rows.append(Replayed(group.problem, text, told, *heard, roles, asked, of_tool))
-    return rows, ends
+                    reply, both = shown[0] if shown else None, (contents(first), contents(again))
+                    rows.append(Replayed(group.problem, text, reply, *both, roles, asked, of_tool))
+    return rows

@@ -16,7 +16,7 @@ from keel.doctor.lines import GrowingLines, Record
 from keel.doctor.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
 
-# rollouts.jsonl may be very large; of a larger file only the first and the last part are read.
+# rollouts.jsonl may be very large. Of a larger file only the first and last part are read.
 ROLLOUT_BYTES = 16 * 2**20
 _FILES = (rundir.CONFIG, rundir.ENV, *rundir.LINE_FILES, rundir.FINDINGS, rundir.SUMMARY)
 
@@ -50,12 +50,12 @@ class RunRecord:
 
     @property
     def metric_names(self) -> set[str]:
-        """Of all lines, since a metric may be measured only now and then."""
+        """The names of metrics on all lines, since some are logged only at some steps."""
         return {name for line in self.metrics for name in line}
 
     @property
     def evaluated(self) -> dict[tuple[str, str], list[Record]]:
-        """The evaluations of each (split, task), the trained one first: a retention task may have the same name."""
+        """The evaluations by (split, task), the trained one first, because a retention task may have the same name."""
         grouped: dict[tuple[str, str], list[Record]] = {}
         for line in self.evaluations:
             split = "retention" if line.get("split") == "retention" else "trained"
@@ -69,13 +69,13 @@ class RunRecord:
 
     @property
     def max_steps(self) -> int | None:
-        """As configured."""
+        """The configured number of steps."""
         value = number(option_of(self.config, "run.max_steps"))
         return None if value is None else int(value)
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """The number of completed steps."""
         steps = [value for line in self.metrics if (value := number(line.get("step"))) is not None]
         return int(max(steps, default=0))
 
@@ -86,7 +86,7 @@ def curve_of(lines: Sequence[Record], metric: str) -> list[tuple[float, float | 
 
 
 def option_of(config: Mapping[str, Any], dotted: str) -> Any:
-    """A value of a configuration as plain data, such as `kl.beta`; None where it is not there."""
+    """A value of a configuration given as plain data, such as `kl.beta`; None if it is missing."""
     value: Any = config
     for part in dotted.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -97,7 +97,7 @@ def option_of(config: Mapping[str, Any], dotted: str) -> Any:
 
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else."""
-    if type(value) is float:  # nearly all are, and a long run has hundreds of thousands
+    if type(value) is float:  # the common case, for speed
         return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -134,7 +134,7 @@ class RunReader:
         return is_locked(self.path / rundir.LOCK)
 
     def signature(self) -> tuple[object, ...]:
-        """Identity, time and size of each file; changes when there is something new to read."""
+        """Path, time and size of each file, to detect changes."""
         return tuple(_stamp(self.path / name) for name in (*_FILES, rundir.ABANDONED))
 
     def read(self, running: bool | None = None) -> RunRecord:
@@ -169,7 +169,7 @@ class RunReader:
 
 
 def _stepped(file: str, lines: tuple[Record, ...], notes: list[str]) -> tuple[Record, ...]:
-    """The lines whose step is a number; a note counts the others."""
+    """The lines with a numeric step; a note counts the others."""
     kept = tuple(line for line in lines if number(line.get("step")) is not None)
     if len(kept) < len(lines):
         notes.append(f"{len(lines) - len(kept)} line(s) of {file} have no numeric step and were skipped")
@@ -185,7 +185,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _abandoned(folder: Path) -> tuple[tuple[str, tuple[Record, ...]], ...]:
-    """(`attempt 0`, its metrics) of every attempt that a rollback gave up, in order."""
+    """(`attempt 0`, its metrics) of every attempt that a rollback abandoned, in order."""
     attempts = [attempt for attempt in folder.glob("attempt-*") if attempt.name.removeprefix("attempt-").isdigit()]
     attempts.sort(key=lambda attempt: int(attempt.name.removeprefix("attempt-")))
     metrics = [_stepped(rundir.METRICS, GrowingLines(attempt / rundir.METRICS).read([]), []) for attempt in attempts]
@@ -226,7 +226,7 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
 
 
 def _thresholds(config: Record, notes: list[str]) -> Thresholds:
-    """The run's own, or the shipped ones where the configuration has a damaged or unknown one."""
+    """The run's own thresholds, or the defaults if the configuration has a damaged or unknown one."""
     try:
         return thresholds_of(config)
     except KeelError as error:
@@ -235,7 +235,7 @@ def _thresholds(config: Record, notes: list[str]) -> Thresholds:
 
 
 def _shown(text: str | None, config: Record) -> str | None:
-    """The configuration as written, if it has no secrets."""
+    """The configuration file's text, with secrets masked."""
     if text is None or masked(config) == config:
         return None if text is None else redact_text(text)
     import yaml
@@ -259,7 +259,7 @@ def _current(summary: Any, metrics: tuple[Record, ...], notes: list[str]) -> Rec
 
 
 def _findings(value: Any) -> tuple[Record, ...] | None:
-    """A list of findings, or an object that holds one; None where nothing was judged."""
+    """A list of findings, or an object that contains one; None if the doctor was not run."""
     if isinstance(value, Mapping):
         value = value.get("findings")
     if not isinstance(value, list):

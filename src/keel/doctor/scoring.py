@@ -1,7 +1,7 @@
-"""Does scoring give each token the policy's log-probability: always the same, in any batch, at the right position?
+"""Scoring: training's log-probabilities must be the policy's, deterministic, and correct in any batch.
 
-Training's scores against the model's own forward, under conditions of which each is harder than the one before; where
-they differ by more than rounding, the hypothesis that closes the gap is the cause.
+Training's scores are compared with the model's own forward under increasingly difficult conditions. If they differ by
+more than rounding, the hypothesis that closes the gap is reported.
 """
 
 from __future__ import annotations
@@ -35,22 +35,21 @@ from keel.doctor.gap import (
 )
 from keel.doctor.gradient import gradient_findings
 from keel.doctor.hypothesis import Hypothesis, swap, within
-from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
-from keel.doctor.probes.masks import is_blind
 from keel.doctor.strange import ordinary_tokens
+from keel.doctor.subject import Subject
 from keel.doctor.verdict import Outcome, Verdict, no_memory_for
 from keel.models.head import evaluating
 from keel.trainer.memory import is_out_of_memory
 
-_MISSED = 0.5  # of a change that scores miss which do not follow the weights, at least
-_ROUNDINGS = 2.0  # times one rounding that two of them differ by at most, on average
+_MISSED = 0.5  # least share of a weight change that scores must miss to count as independent of the weights
+_ROUNDINGS = 2.0  # factor over one rounding error; the mean difference of two roundings is at most this
 
-NAN = torch.nan  # where nothing is expected of a score
+NAN = torch.nan  # at tokens without an expected score
 
 
 def _errors(subject: Any) -> Tensor:
-    """Scores less the model's own log-probabilities `[N]`, where something is expected."""
+    """Scores minus the model's own log-probabilities `[N]`, at tokens with an expected score."""
     expected = subject.forward_logp()
     known = subject.written & ~expected.isnan()
     return (subject.score() - expected)[known]
@@ -58,13 +57,13 @@ def _errors(subject: Any) -> Tensor:
 
 GAP = Gap(_errors, lambda subject, errors: close(subject, errors, subject.thresholds), closed)
 
-# ------------------------------------------------------------------------ what explains a gap
+# ------------------------------------------------------------------------ explanations of a gap
 
 _ALIGN = "use logits[:, :-1] with tokens[:, 1:] in model.scorer, in the context of the whole prompt (rows.completion)"
 
 
-def hypotheses(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """In order: the first that closes the gap is named."""
+def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
+    """The explanations of a gap, in order of priority: the first that closes it is reported."""
     temperature = _fitting_temperature(subject)
     expected, scored = partial(_swapped, "forward_logp"), partial(_swapped, "score")
     trains_only = "a layer that acts only in training mode is on while log-probabilities are computed"
@@ -135,10 +134,18 @@ def hypotheses(subject: KeelSubject) -> Iterator[Hypothesis]:
         ),
     ):
         yield Hypothesis(name, f"scoring/{code}", cause, advice, apply)
+    yield Hypothesis(
+        "where completions do not see their prompts",
+        "mask/attention",
+        "the training pass cannot see the prompt: a loss mask serves as the attention mask",
+        "let attention_mask be 1 on every real token (prompt, completion, tool output) and use the loss mask in the "
+        "loss alone",
+        expected(_of_unseen_prompts),
+    )
 
 
 def _swapped(part: str, measured: Callable[[Any], Tensor]) -> Callable[[Any], AbstractContextManager[Any]]:
-    """The subject with a part that says what is measured at once, on the subject as it is."""
+    """An experiment that replaces a method by a value that is computed before on the subject itself."""
 
     def apply(subject: Any) -> AbstractContextManager[Any]:
         value = measured(subject)
@@ -148,39 +155,39 @@ def _swapped(part: str, measured: Callable[[Any], Tensor]) -> Callable[[Any], Ab
 
 
 def _other_rows(subject: Any) -> Tensor:
-    """The own forward of the row that each row's scores are nearest to, as far as both go."""
+    """For each row, the model's own scores of the row that its scores are closest to, over common positions."""
     scored, expected = subject.score(), subject.forward_logp()
     written = subject.written
     rows = expected.masked_fill(~written, NAN)
-    apart = (scored[:, None] - rows).abs().nanmean(-1)  # [B, B], over the other row's tokens
+    apart = (scored[:, None] - rows).abs().nanmean(-1)  # [B, B], over the tokens of the other row
     both = (written[:, None] & written[None]).any(-1)
     return rows[apart.masked_fill(~both, torch.inf).argmin(-1)]
 
 
 def _apart(subject: Any, beside: int = 0) -> Tensor:
-    """Each completion scored in a batch of its own, beside others of its length; `[B, T]`."""
-    rows = []
-    for group in subject.groups:
+    """`[B, T]`: each completion scored in its own batch, with `beside` other completions of equal length."""
+    rows, width = [], subject.written.shape[1]
+    for group in subject.chosen(None):
         for i, own in enumerate(group.completions):
             others = [replace(own, tokens=tuple((t + k) % subject.vocabulary for t in own.tokens)) for k in (7, 13)]
             completions = (own, *others[:beside])
             alone = replace(group, completions=completions, rewards=group.rewards[i : i + 1] * len(completions))
-            logp = subject.logp(subject.pack([alone]))[:1]
-            rows.append(functional.pad(logp, (0, subject.batch.width - logp.shape[1])))
+            logp = subject.score([alone])[:1]
+            rows.append(functional.pad(logp, (0, width - logp.shape[1])))
     return torch.cat(rows)
 
 
 def _shifted(subject: Any, shift: int) -> Tensor:
-    """Log-probabilities of the tokens from the logits one position off; NaN where there is none."""
+    """Log-probabilities of the tokens from the logits one position off; NaN where there are none."""
     logp = (subject.logits() / subject.temperature).log_softmax(-1)
     picked = logp.roll(-shift, dims=1).gather(-1, subject.tokens().unsqueeze(-1)).squeeze(-1).clone()
-    for row, count in enumerate(len(c.tokens) for c in subject.batch.completions):
+    for row, count in enumerate(subject.written.sum(-1).tolist()):
         picked[row, slice(max(count - 1, 0), None) if shift > 0 else slice(0, 1)] = NAN
     return picked
 
 
 def _fitting_temperature(subject: Any) -> float:
-    """The temperature at which the model's own forward is nearest to the scores."""
+    """The temperature at which the model's own forward is closest to the scores."""
     scored, logits, tokens = subject.score(), subject.logits().double(), subject.tokens().unsqueeze(-1)
 
     def off(params: Any) -> float:
@@ -190,7 +197,7 @@ def _fitting_temperature(subject: Any) -> float:
     return best_temperature(subject.sampling, off)
 
 
-POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # from the lengths of prompt and completion
+POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # (prompt length, completion length) → position ids
     "positions that begin at 1": lambda p, n: torch.arange(1, p + n + 1),
     "positions that begin anew at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
     "every position at 0": lambda p, n: torch.zeros(p + n, dtype=torch.long),
@@ -200,20 +207,27 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # from the lengths of pr
 }
 
 
-def _at_positions(subject: Any, positions: Callable[[int, int], Tensor]) -> Tensor:
-    """The model's own forward under other position ids."""
-    rows, model = [], subject.policy.model
+def _at_positions(subject: Any, positions: Callable[[int, int], Tensor], prompt_mask: int = 1) -> Tensor:
+    """Scores of the model's own forward with other position ids, or with the prompts masked."""
+    rows, model, width = [], subject.policy.model, subject.written.shape[1]
     with evaluating(model):
-        for group, completion in ((g, c) for g in subject.groups for c in g.completions):
+        for group, completion in ((g, c) for g in subject.chosen(None) for c in g.completions):
             tokens = torch.tensor([[*group.prompt_tokens, *completion.tokens]], device=subject.policy.device)
             given = len(group.prompt_tokens)
             ids = positions(given, len(completion.tokens)).to(tokens.device)[None]
-            seen = torch.ones_like(tokens)  # given, so that positions that begin anew are not read as a new text
+            seen = torch.ones_like(tokens)  # an explicit mask, since position ids that restart could mean packed texts
+            seen[:, :given] = prompt_mask
             logits = model(input_ids=tokens, attention_mask=seen, position_ids=ids, use_cache=False).logits[0].float()
             logp = (logits / subject.temperature).log_softmax(-1)[given - 1 : -1]
             picked = logp.gather(-1, tokens[0, given:, None]).squeeze(-1)
-            rows.append(functional.pad(picked, (0, subject.batch.width - len(picked))))
+            rows.append(functional.pad(picked, (0, width - len(picked))))
     return torch.stack(rows)
+
+
+def _of_unseen_prompts(subject: Any) -> Tensor:
+    logp = _at_positions(subject, lambda p, n: torch.arange(p + n), prompt_mask=0)
+    logp[:, 0] = NAN  # predicted from a token that attends to nothing
+    return logp
 
 
 def _ended_early(subject: Any) -> Tensor:
@@ -223,53 +237,58 @@ def _ended_early(subject: Any) -> Tensor:
 
 
 def _shortened(subject: Any) -> Tensor:
-    groups = [replace(g, prompt_tokens=g.prompt_tokens[1:] or g.prompt_tokens) for g in subject.groups]
+    groups = [replace(g, prompt_tokens=g.prompt_tokens[1:] or g.prompt_tokens) for g in subject.chosen(None)]
     shorter: Tensor = subject.forward_logp(groups)
     return shorter
 
 
-# ------------------------------------------------------------------------ under which conditions
+# ------------------------------------------------------------------------ conditions
 
 
 def _padded(subject: Any) -> Any:
-    """The batch's completions beside a longer row, so that all of them are padded."""
-    group = subject.groups[0]
+    """The subject scored together with a longer row, so that all of its completions are padded."""
+    groups, width = subject.chosen(None), subject.written.shape[1]
+    group = groups[0]
     context = subject.policy.context_length or 1 << 30
     prompt = (group.prompt_tokens * 2)[: context - len(group.completions[0].tokens)]
     longer = replace(group, prompt_tokens=prompt, completions=group.completions[:1], rewards=group.rewards[:1])
 
-    def score() -> Tensor:
-        logp: Tensor = subject.logp(subject.pack([*subject.groups, longer]))[:-1, : subject.batch.width]
+    def score(others: Sequence[Group] | None = None) -> Tensor:
+        logp: Tensor = subject.score(others) if others is not None else subject.score([*groups, longer])[:-1, :width]
         return logp
 
     return subject.swapped(score=score)
 
 
 def _of_other_text(subject: Any) -> Any:
-    """Completions of other tokens, each drawn evenly from the vocabulary.
+    """The subject with completions of uniformly random tokens.
 
-    A policy that is certain of what it writes has log-probabilities near 0 and hardly looks at its positions: there a
-    wrong score is as near as a right one. Of other text no token is certain.
+    A confident policy has log-probabilities near 0 that hardly depend on positions, so that wrong scores are close to
+    right ones. Random tokens are never certain.
     """
-    ordinary, draw = ordinary_tokens(subject), Random(subject.config.run.seed).choices
+    ordinary, draw = ordinary_tokens(subject), Random(0).choices
 
     def written(completion: Completion) -> Completion:
         return replace(completion, tokens=tuple(draw(ordinary, k=len(completion.tokens))))
 
     groups: Sequence[Group] = [
-        replace(group, completions=tuple(map(written, group.completions))) for group in subject.groups
+        replace(group, completions=tuple(map(written, group.completions))) for group in subject.chosen(None)
     ]
-    return replace(subject, batch=subject.pack(groups), of_batch={})
+
+    def chosen(others: Sequence[Group] | None) -> Sequence[Group]:
+        return groups if others is None else others
+
+    return subject.swapped(chosen=chosen, score=lambda others=None: subject.score(chosen(others)))
 
 
 @contextmanager
 def _without_gradient(subject: Any) -> Iterator[Any]:
     with torch.no_grad():
         other = _of_other_text(subject)
-        yield other.swapped(score=torch.no_grad()(other.score))  # explanations switch gradients on
+        yield other.swapped(score=torch.no_grad()(other.score))  # hypotheses enable gradients
 
 
-# Each is harder than the one before; an error is found under the label.
+# In order of difficulty. The label is part of the evidence.
 CONDITIONS: tuple[tuple[str, Callable[[Any], AbstractContextManager[Any]]], ...] = (
     ("", nullcontext),
     ("", lambda subject: nullcontext(_padded(subject))),
@@ -278,8 +297,8 @@ CONDITIONS: tuple[tuple[str, Callable[[Any], AbstractContextManager[Any]]], ...]
 )
 
 
-def measure_scoring(subject: KeelSubject) -> Outcome:
-    """Two passes against each other, then one pass against the model's own unpadded forward."""
+def measure_scoring(subject: Subject) -> Outcome:
+    """Training's log-probabilities must equal those of the model's own forward, in two passes and without padding."""
     figures: dict[str, float] = {}
     broken = _unsteady(subject, figures)
     if broken is not None:
@@ -300,7 +319,7 @@ def measure_scoring(subject: KeelSubject) -> Outcome:
             with in_float32(subject):
                 exact, found = _in_full_precision(subject)
                 verdicts += found
-        except Exception as error:  # no room for it, or kernels and buffers of 16 bits alone: training does without
+        except Exception as error:  # out of memory, or 16-bit kernels and buffers; training does not need this
             why = f"it cannot be tried with these weights of 16 bits: {first_line(error)}"
             verdicts.append(Verdict.unchecked(["scoring in fp32"], why))
     if all(verdict.state != "found" for verdict in verdicts):
@@ -311,9 +330,9 @@ def measure_scoring(subject: KeelSubject) -> Outcome:
 
 
 def _explained(subject: Any, opened: OpenGap, label: str, *, narrow: bool = True) -> Iterator[Verdict]:
-    """The cause of a gap, `narrow`: 16 bits among them; nothing where the masks' measure names it."""
+    """The cause of a gap. `narrow`: 16-bit rounding is a possible cause. Empty if the masks probe reported it."""
     size = f"{label}training's log-probabilities are off by up to {opened.largest:.3g} nats ({opened.mean:.3g} mean)"
-    if is_blind(subject, subject.thresholds):
+    if "mask/attention" in subject.found:
         return
     if opened.by is not None:
         by = opened.by
@@ -342,20 +361,19 @@ def _explained(subject: Any, opened: OpenGap, label: str, *, narrow: bool = True
             size + (f"; they are {factor:.3g} times the right ones" if scaled else ""),
             "what training takes for log π(token) is something else: none of dropout, padding, shift, temperature, "
             "positions and precision explains it",
-            "compare model.scorer with scorer native: logits[:, :-1] / temperature, log_softmax in fp32, gather "
-            "tokens[:, 1:]",
+            "compare model.scorer with logits[:, :-1] / temperature, log_softmax in fp32, gathered at tokens[:, 1:]",
         )
     )
 
 
 def _in_full_precision(subject: Any) -> tuple[bool, list[Verdict]]:
-    """With weights in fp32 and without autocast: whether scores are right to fp32's rounding, and what is wrong.
+    """With fp32 weights and without autocast: whether scores are exact up to rounding, and the cause if they are not.
 
-    A scorer that narrows by itself is off by as much as that alone, or by two such roundings.
+    A scorer that rounds to 16 bits by itself is off by one or two such roundings, which is accepted.
     """
     other = _of_other_text(subject)
     if in_half_precision(subject):
-        return False, []  # a base of integers
+        return False, []  # integer base weights
     opened = open_gap(GAP, other, hypotheses(other))
     if opened is None:
         return True, []
@@ -363,11 +381,14 @@ def _in_full_precision(subject: Any) -> tuple[bool, list[Verdict]]:
     return False, [*_explained(other, opened, "", narrow=False)] if opened.mean > _ROUNDINGS * rounding else []
 
 
-def _of_gradient(subject: KeelSubject, exact: bool) -> list[Verdict]:
-    """What is wrong with the gradient, and that it is unchecked where two more of it have no room.
+def _of_gradient(subject: Any, exact: bool) -> list[Verdict]:
+    """Findings about the gradient, or unchecked if two more gradients do not fit into memory.
 
-    As training computes it, and where scores of 16-bit weights are `exact` in fp32, in fp32 too: rounding hides less.
+    It is tested as training computes it. 16-bit weights with `exact` scores in fp32 are also tested in fp32, where
+    rounding hides less.
     """
+    if why := subject.lacks("gradient"):
+        return [Verdict.unchecked(["scoring/gradient"], why)]
     figures: dict[str, float] = {}
     try:
         found = [*gradient_findings(subject, figures, subject.thresholds)]
@@ -382,10 +403,10 @@ def _of_gradient(subject: KeelSubject, exact: bool) -> list[Verdict]:
     return [Verdict.sound("", **figures), *map(Verdict.found, found)]
 
 
-def _of_changed_weights(subject: KeelSubject) -> Iterator[Verdict]:
-    """Scores follow the weights: right ones of the first weights may be remembered, and every update leaves them.
+def _of_changed_weights(subject: Subject) -> Iterator[Verdict]:
+    """Scores must change with the weights. Cached scores would be right for the initial weights only.
 
-    Such scores miss what the weights have changed, of which 16 bits round away a part.
+    Cached scores miss the change of the weights. With 16-bit weights, part of that change is rounded away.
     """
     written, before, expected = subject.written, subject.score(), subject.forward_logp()
     with subject.perturbed(seed=2):
@@ -406,11 +427,11 @@ def _of_changed_weights(subject: KeelSubject) -> Iterator[Verdict]:
     )
 
 
-# ------------------------------------------------------------------------ numbers, and the same ones twice
+# ------------------------------------------------------------------------ finite and deterministic scores
 
 
-def _unsteady(subject: KeelSubject, figures: dict[str, float]) -> Verdict | None:
-    """Scores that are no numbers, or others at each pass; the model's own first, which Keel's pass may refuse."""
+def _unsteady(subject: Subject, figures: dict[str, float]) -> Verdict | None:
+    """Scores that are not finite or differ between passes. The model's own are computed first."""
     limit, written = subject.thresholds["scoring_difference"], subject.written
     own = subject.forward_logp()
     passes = [own] if not bool(own[written].isfinite().all()) else [own, subject.score(), subject.score()]
@@ -425,7 +446,7 @@ def _unsteady(subject: KeelSubject, figures: dict[str, float]) -> Verdict | None
     return None
 
 
-def _not_finite(subject: KeelSubject, broken: int, total: int) -> Verdict:
+def _not_finite(subject: Subject, broken: int, total: int) -> Verdict:
     weights = [name for name, p in subject.policy.model.named_parameters() if not bool(torch.isfinite(p).all())]
     cause = f"the weights themselves are not finite: {', '.join(weights[:3])}" if weights else "a pass overflows"
     wider: Advice = setting("set {}", changes(subject.config.to_dict(), {"model.dtype": "float32"}))
@@ -434,13 +455,13 @@ def _not_finite(subject: KeelSubject, broken: int, total: int) -> Verdict:
             "scoring/non-finite",
             f"{broken} of {total} log-probabilities are NaN or infinite before any update",
             cause,
-            "load whole weights in model.name" if weights else either(wider, "mend model.scorer"),
+            "load whole weights in model.name" if weights else either(wider, "fix model.scorer"),
         )
     )
 
 
-def _random(subject: KeelSubject, apart: float, figures: dict[str, float]) -> Verdict:
-    """Which switch makes two passes agree: evaluation mode, or dropout taken out of torch itself."""
+def _random(subject: Subject, apart: float, figures: dict[str, float]) -> Verdict:
+    """The finding for scores that vary, by whether evaluation mode or disabled dropout makes two passes equal."""
     active = [name for name, module in subject.policy.model.named_modules() if is_active_dropout(module)]
     for switch, context in (
         ("evaluation mode", lambda: eval_mode(subject.policy.model)),

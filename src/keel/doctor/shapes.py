@@ -1,8 +1,7 @@
-"""Shapes of a logged metric, each tested against its own noise: trends, jumps, falls from a peak, flat lines.
+"""Tests of the shape of a logged metric against its own noise: trends, jumps, falls from a peak, flat lines.
 
-Everything is robust (medians, ranks) and takes autocorrelation into account, so that a chance means what it says on the
-noise of a training run: https://doi.org/10.2307/1907187 (Mann), https://doi.org/10.1016/S0022-1694(97)00125-X (Hamed
-and Rao).
+All tests are robust (medians, ranks) and correct for autocorrelation, so that their p-values hold for the noise of
+training runs: https://doi.org/10.2307/1907187 (Mann), https://doi.org/10.1016/S0022-1694(97)00125-X (Hamed and Rao).
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ import numpy as np
 
 from keel.doctor.history import Series
 
-LEAST = 20  # values below which a shape is not told from noise
-BLOCKS = 12  # medians that a trend is ranked by
-MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean, for normal noise
-MAD = 1.4826  # a normal deviation over its median absolute deviation
+LEAST = 20  # fewer values cannot be tested
+BLOCKS = 12  # number of blocks whose medians are ranked for a trend
+MEDIAN_ERROR = 1.2533  # standard error of a median relative to that of a mean, for normal noise
+MAD = 1.4826  # standard deviation of normal noise relative to its median absolute deviation
 
 
 @dataclass(frozen=True)
 class Change:
-    """A level before and after, the step between them, and the chance of as much under noise alone."""
+    """A level before and after, the step of the change, and its p-value under noise."""
 
     before: float
     after: float
@@ -34,35 +33,35 @@ class Change:
 
     @property
     def size(self) -> float:
-        """After minus before."""
+        """The level after minus the level before."""
         return self.after - self.before
 
 
 def median(series: Series) -> float:
-    """Of the finite values; NaN where there is none."""
+    """The median of the finite values; NaN if there are none."""
     values = series.finite.values
     return float(np.median(values)) if values else math.nan
 
 
 @lru_cache(maxsize=256)
 def noise(series: Series) -> tuple[float, float]:
-    """(deviation of a value around the series' own course, autocorrelation time in values)."""
+    """(standard deviation around the running median, autocorrelation time in values)."""
     values = np.asarray(series.finite.values)
     if len(values) < 3:
         return math.nan, 1.0
-    rest = values - _course(values, max(11, len(values) // 8))  # a shorter one would take slow noise for the course
+    rest = values - _course(values, max(11, len(values) // 8))  # a shorter window would remove slow noise
     spread = float(np.std(rest))
     deviation = max(MAD * float(np.median(np.abs(rest - np.median(rest)))), 0.2 * spread)
     if spread == 0:
         return 0.0, 1.0
     centred = rest - rest.mean()
     lag = float(np.sum(centred[1:] * centred[:-1]) / np.sum(centred * centred))
-    lag = min(0.9, max(0.0, lag + 1.5 / len(values) + 0.1))  # taking out the course takes out correlation, too
+    lag = min(0.9, max(0.0, lag + 1.5 / len(values) + 0.1))  # removing the running median also removes some correlation
     return deviation, (1 + lag) / (1 - lag)
 
 
 def _course(values: np.ndarray, window: int) -> np.ndarray:
-    """Running medians; beyond the ends the series goes on as it came, mirrored at its last value."""
+    """Running medians. Beyond the ends, the series is continued by odd reflection."""
     half = min(window // 2, len(values) - 1)
     padded = np.pad(values, half, mode="reflect", reflect_type="odd")
     return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=-1))
@@ -70,9 +69,9 @@ def _course(values: np.ndarray, window: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def trend(series: Series) -> Change | None:
-    """First block against last, with the chance of Kendall's rank test over blocks; None where values are too few.
+    """The change from the first block to the last, with the p-value of Kendall's rank test; None for short series.
 
-    Blocks are as long as the noise remembers, so that their medians are next to independent.
+    A block has at least 1.5 autocorrelation times, so that block medians are nearly independent.
     """
     from scipy import stats
 
@@ -81,7 +80,7 @@ def trend(series: Series) -> Change | None:
         return None
     _, time = noise(series)
     count = min(BLOCKS, int(len(values) / max(1.0, 1.5 * time)))
-    if count < 7:  # seven ranks in order have a chance of 1 in 2520
+    if count < 7:  # the p-value of seven ranks in order is 1 in 2520
         return None
     levels = np.array([np.median(block) for block in np.array_split(values, count)])
     if np.ptp(levels) == 0:
@@ -92,10 +91,10 @@ def trend(series: Series) -> Change | None:
 
 @lru_cache(maxsize=256)
 def ends(series: Series) -> Change | None:
-    """First tenth against last, medians: a change that is over within a few values ranks as no trend.
+    """The change of the median from the first to the last tenth; detects an early change that ranks do not show.
 
-    Two windows at the ends show how far slow noise wanders, which its estimates leave out: in noise that remembers, a
-    chance of 1 in 2000 comes ten times as often, so that it is named twenty times as large.
+    Slow noise is underestimated: with autocorrelation, a p-value of 1 in 2000 occurs ten times as often. The p-value is
+    therefore multiplied by 20.
     """
     values = np.asarray(series.finite.values)
     if len(values) < LEAST:
@@ -107,15 +106,15 @@ def ends(series: Series) -> Change | None:
 
 
 def course(series: Series) -> Change | None:
-    """A steady change, or one that was over early: the less likely of the two under noise, counted twice."""
+    """A steady or an early change: the more significant of `trend` and `ends`, with a doubled p-value."""
     change = min(filter(None, (trend(series), ends(series))), key=lambda change: change.chance, default=None)
     return None if change is None else replace(change, chance=min(1.0, 2 * change.chance))
 
 
 def few_trend(series: Series) -> Change | None:
-    """As `trend` for the few values of an evaluation, whose noise is fresh each time; five at least.
+    """A trend of the few independent values of an evaluation; needs at least five.
 
-    By ranks, which seven can decide, or by a line, from which fewer must not stray: the less likely, counted twice.
+    Ranks need seven values to be significant; a linear fit needs fewer. The smaller p-value is doubled.
     """
     from scipy import stats
 
@@ -132,7 +131,7 @@ def few_trend(series: Series) -> Change | None:
 
 
 def fall(series: Series) -> Change | None:
-    """From the highest level to the last one, each a median over a tenth of the series; None where it is too short."""
+    """The change from the highest level to the last, as medians over a tenth of the series; None for short series."""
     finite = series.finite
     values = np.asarray(finite.values)
     if len(values) < LEAST:
@@ -144,25 +143,26 @@ def fall(series: Series) -> Change | None:
     change = float(levels[-1] - levels[peak])
     below = np.nonzero(values < (levels[-1] + levels[peak]) / 2)[0]
     since = next((int(i) for i in below if i >= peak + window // 2), len(values) - 1)
-    chance = 3 * _chance(change, deviation, time, window, window) * len(values) / window  # the best of many windows
+    # corrected for choosing the best window
+    chance = 3 * _chance(change, deviation, time, window, window) * len(values) / window
     return Change(float(levels[peak]), float(levels[-1]), int(finite.steps[since]), min(1.0, chance))
 
 
 def rise(series: Series) -> Change | None:
-    """From the first level to the highest one, measured as the way down from it."""
+    """The change from the first level to the highest, computed as a `fall` of the reversed series."""
     finite = series.finite
     back = fall(Series(tuple(-step for step in reversed(finite.steps)), tuple(reversed(finite.values))))
     return None if back is None else Change(back.after, back.before, -back.step, back.chance)
 
 
 def jumps(series: Series, chance: float) -> list[Change]:
-    """Steps at which the level changes at once and stays, each with at most that chance over all steps of the series.
+    """Steps at which the level changes and stays, each with at most this p-value, corrected for the number of steps.
 
-    The change from one value to the next has to stand out from all others, and to be most of the change of level.
+    The single change must stand out from all others and make up most of the change of level.
     """
     finite, window = series.finite, 10
     _, frozen = frozen_since(series)
-    if frozen >= LEAST:  # what stops changing has no noise of its own: that before it tells whether it jumped there
+    if frozen >= LEAST:  # a constant part has no noise; the part before it shows whether the metric jumped there
         series = finite.head(len(finite) - frozen)
         finite = finite.head(len(finite) - frozen + window)
     values = np.asarray(finite.values)
@@ -194,13 +194,13 @@ def jumps(series: Series, chance: float) -> list[Change]:
 
 
 def _overlap(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether the windows' middle halves touch: a change within the reach of the noise around it is no jump."""
+    """Whether the 10 % and 90 % quantiles of the windows overlap, so that noise may explain the change."""
     low, high = (before, after) if np.median(before) < np.median(after) else (after, before)
     return bool(np.quantile(low, 0.9) >= np.quantile(high, 0.1))
 
 
 def _chance(change: float, deviation: float, time: float, first: int, last: int) -> float:
-    """Two-sided, of a difference of two medians."""
+    """The two-sided p-value of a difference between two medians."""
     from scipy import stats
 
     if change == 0 or math.isnan(deviation):
@@ -210,15 +210,16 @@ def _chance(change: float, deviation: float, time: float, first: int, last: int)
 
 
 def jitter(series: Series) -> float:
-    """The deviation of a value from the line between its neighbours: jumps, slopes and slow swings hardly count."""
-    bends = np.diff(np.asarray(series.finite.values), 2) / math.sqrt(6)  # of 1, −2 and 1 values
+    """The standard deviation of a value around the mean of its neighbours; hardly affected by jumps and slopes."""
+    bends = np.diff(np.asarray(series.finite.values), 2) / math.sqrt(6)  # coefficients 1, −2 and 1
     if not len(bends):
         return math.nan
-    return MAD * float(np.median(np.abs(bends))) or 0.2 * float(np.std(bends))  # where most values are the same
+    # the fallback for mostly constant values
+    return MAD * float(np.median(np.abs(bends))) or 0.2 * float(np.std(bends))
 
 
 def around(series: Series, step: float, window: int) -> Change | None:
-    """The levels before a step and from it on, with the chance by the changes from value to value; None at the ends."""
+    """The levels before and after a step, with a p-value by `jitter`; None near the ends."""
     values, at = series.finite.values, bisect_left(series.finite.steps, step)
     before, after = values[max(0, at - window) : at], values[at : at + window]
     if min(len(before), len(after)) < window // 3:
@@ -228,7 +229,7 @@ def around(series: Series, step: float, window: int) -> Change | None:
 
 
 def zigzag(values: Sequence[float], size: float) -> int:
-    """How often values go up or down by more than `size`, one after the other."""
+    """How often the values alternately rise and fall by more than `size`."""
     count, direction, low, high = 0, 0, math.inf, -math.inf
     for value in values:
         low, high = min(low, value), max(high, value)
@@ -237,6 +238,11 @@ def zigzag(values: Sequence[float], size: float) -> int:
         elif direction >= 0 and value < high - size:
             count, direction, low = count + 1, -1, value
     return count
+
+
+def swings(series: Series, factor: float) -> int:
+    """How often a positive metric alternately rises and falls by more than a factor."""
+    return zigzag([math.log(value) for value in series.finite.values if value > 0], math.log(factor))
 
 
 def frozen_since(series: Series) -> tuple[int, int]:
@@ -251,7 +257,7 @@ def frozen_since(series: Series) -> tuple[int, int]:
 
 
 def negative(series: Series, rounding: float) -> float:
-    """The chance that a mean of 0 or more gives values as often, and as far, below 0."""
+    """The p-value of the number and size of negative values if the true mean is 0 or more."""
     from scipy import stats
 
     finite = series.finite.values

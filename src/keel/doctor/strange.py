@@ -1,63 +1,43 @@
-"""Texts that no problem of the run has: what an engine does with any tokens, and not only with prompts it is used to.
+"""Random prompts, which show what an engine does with any tokens, not only with the run's own prompts.
 
-A policy that was taught its task is certain after its own prompts: it writes the same whatever became of them, and two
-draws are alike without being copies. After random tokens nothing is certain, and every token before counts.
+A trained policy may be certain after its own prompts: it writes the same text even if the prompt was changed, and equal
+samples need not be copies. After random tokens it is never certain, and every earlier token matters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
 from random import Random
 
-from keel.base.errors import KeelError
-from keel.base.types import Completion, Group, Problem
+from keel.base.types import Group
 from keel.doctor.keel_subject import KeelSubject
-from keel.rollout.request import Request
 
 Tokens = tuple[int, ...]
 
-STRANGE_STEPS = 4_000_037, 4_000_039  # noise of its own, twice
-_SHORT = (3, 6)  # tokens: where each of them counts for much; others are as long as the run's prompts
-_TEXTS, _SAMPLES, _LENGTH = 2, 8, 8  # texts of a length, completions of each, tokens of those
+STRANGE_STEPS = 4_000_037, 4_000_039  # two steps with noise of their own
+_SHORT = (3, 6)  # short lengths in tokens, at which each token matters; the third length is that of the run's prompts
+_TEXTS, _SAMPLES, _LENGTH = 2, 8, 8  # texts per length, completions per text, and their length in tokens
 _TRIES = 8
 
 
 def ordinary_tokens(setup: KeelSubject) -> list[int]:
-    """The tokens that text is made of."""
+    """All tokens except special ones."""
     tokenizer = setup.policy.tokenizer
     special = {*tokenizer.all_special_ids, *setup.policy.eos_ids}
     return [token for token in range(min(setup.vocabulary, len(tokenizer))) if token not in special]
 
 
 def strange_turns(setup: KeelSubject, step: int, texts: int = 0, samples: int = _SAMPLES) -> list[Group]:
-    """What the engine writes after the strange texts of a number with the noise of a step; each is asked for once.
-
-    Nothing where it can write nothing after them.
-    """
-    known: dict[tuple[int, int, int], list[Group]] = setup.shared.setdefault("strange turns", {})
+    """Completions of random prompts with the noise of a step; sampled once per set of arguments."""
+    known: dict[tuple[int, int, int], list[Group]] = setup.shared.setdefault("random prompts", {})
     key = step, texts, samples
     if key not in known:
-        requests = [
-            Request(f"strange {texts} {i}", prompt, max_new=_LENGTH)
-            for i, prompt in enumerate(strange_prompts(setup, texts))
-        ]
-        sampling = replace(setup.sampling, num_generations=samples, stop=())
-        answers: list[list[Completion]] = []
-        with suppress(KeelError):  # an engine may refuse what it made of a text of three tokens
-            answers = setup.run.engine.generate(requests, sampling, seed=setup.config.run.seed, attempt=0, step=step)
-            setup.run.engine.release()
-        decode = setup.policy.tokenizer.decode
-        known[key] = [
-            Group(Problem(request.key, str(decode(list(request.tokens)))), request.tokens, tuple(group))
-            for request, group in zip(requests, answers, strict=False)
-        ]
+        known[key] = setup.complete(strange_prompts(setup, texts), samples=samples, length=_LENGTH, step=step)
     return known[key]
 
 
 def strange_prompts(setup: KeelSubject, texts: int = 0) -> list[Tokens]:
-    """Random texts of a few tokens and as long as the run's prompts, behind the BOS that those begin with."""
+    """Random texts of a few tokens and of the length of the run's prompts, after BOS if those start with it."""
     prompts = [group.prompt_tokens for group in setup.groups]
     bos = setup.policy.tokenizer.bos_token_id
     head = (bos,) if bos is not None and all(prompt[0] == bos for prompt in prompts) else ()
@@ -65,9 +45,9 @@ def strange_prompts(setup: KeelSubject, texts: int = 0) -> list[Tokens]:
 
 
 def _texts(setup: KeelSubject, length: int, number: int) -> Iterator[Tokens]:
-    """Texts of about `length` tokens, white space and capitals among them, that come back when encoded again.
+    """Texts of about `length` tokens, with spaces and capitals, that survive decoding and encoding.
 
-    An engine that takes text gets the same tokens then: only one that changes it does not.
+    An engine that encodes text itself then gets the same tokens, unless it changes the text.
     """
     tokenizer, ordinary = setup.policy.tokenizer, ordinary_tokens(setup)
     draw = Random(f"{setup.config.run.seed} {length} {number}")

@@ -1,4 +1,4 @@
-"""What is examined: a policy with the parts around it, and what may be spent on doubts."""
+"""The subject of an examination: a policy with the parts around it, and a budget for undecided tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group, Problem
+from keel.config import Config
 from keel.doctor.findings import Options
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import Text, each_logits, perturbed_weights, row_logits, vocabulary_size
@@ -23,26 +24,26 @@ from keel.models.loaded import LoadedModel
 from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 
-Power = Literal["score", "sample", "sync", "reference", "loss", "rewards", "golds", "first_update"]
+Power = Literal["score", "gradient", "sample", "sync", "reference", "loss", "rewards", "golds", "first_update"]
 
-LOOKS = 4  # how often a test may look at its sample while that grows
+LOOKS = 4  # number of times that a test may look at its growing sample
 RELATIVE_NOISE = 0.05
-STRONG_NOISE = 1.0  # another policy altogether: a few draws tell, and it minds whatever it reads
+STRONG_NOISE = 1.0  # a different policy in effect, which a few samples show and which depends on its whole context
 
 
 @dataclass
 class Budget:
-    """What a subject may spend on doubts, and what it has spent.
+    """The limits on sampling for undecided tests, and what was used.
 
-    `judgements` are those of rewards; where a test is in doubt, more are asked of a judge that is not elsewhere.
+    `judgements` limits calls of a remote judge. Other judges may be called more often for undecided tests.
     """
 
     doubt_s: float = 120.0
     completions: int = 768
     judgements: int = 150
     spent_s: float = 0.0
-    further: list[Group] = field(default_factory=list)  # beyond the batch: what one test sampled serves the next
-    undecided: dict[str, str] = field(default_factory=dict)  # code: why its test has no answer
+    further: list[Group] = field(default_factory=list)  # groups beyond the batch, shared by all tests
+    undecided: dict[str, str] = field(default_factory=dict)  # code: why its test is undecided
 
     @property
     def is_spent(self) -> bool:
@@ -50,28 +51,30 @@ class Budget:
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Time within counts as time for doubts."""
+        """Count the time inside as time for undecided tests."""
         began = time.monotonic()
         yield
         self.spent_s += time.monotonic() - began
 
     def take_undecided(self) -> tuple[str, ...]:
-        """The tests that ended undecided since this was asked last, as lines `code: why`."""
+        """Return and clear the undecided tests, as lines `code: why`."""
         lines = tuple(f"{code}: {why}" for code, why in self.undecided.items())
         self.undecided.clear()
         return lines
 
 
 class Subject(ABC):
-    """A policy that is trained, with the parts around it.
+    """A policy in training, with the parts around it.
 
-    A subclass lists its powers and implements their methods. A measure that needs another one is unchecked.
+    A subclass lists its powers and implements their methods. A measure that needs a missing power is unchecked.
     """
 
     powers: ClassVar[frozenset[Power]] = frozenset()
+    engine: Any = None  # the sampler, if it is one of Keel's engines
+    config: Config  # the options under Keel's names, as far as they have one
     thresholds: Thresholds
     budget: Budget
-    found: set[str]  # codes of the errors that earlier measures have found
+    found: set[str]  # codes of errors found by earlier measures
 
     @property
     @abstractmethod
@@ -83,7 +86,7 @@ class Subject(ABC):
         return "" if power in self.powers else f"{type(self).__name__} has no {power.replace('_', ' ')}"
 
     def swapped(self, **parts: Any) -> Self:
-        """The same subject with these methods or fields in place of its own; what it has measured is forgotten."""
+        """A copy with these methods or fields replaced and without cached measurements."""
         other = copy(self)
         for kind in type(self).__mro__:
             for name in (name for name, value in vars(kind).items() if isinstance(value, cached_property)):
@@ -93,22 +96,38 @@ class Subject(ABC):
 
     @abstractmethod
     def spelled(self, options: Options) -> Options:
-        """Keel's options under the names that this subject's user sets."""
+        """Keel's options under the names that this subject's trainer uses."""
 
     @property
     @abstractmethod
     def groups(self) -> tuple[Group, ...]:
-        """The groups of its batch."""
+        """The groups of the batch."""
 
     @property
     @abstractmethod
     def sampling(self) -> SamplingParams:
-        """How it samples, with as many completions a problem as the batch has."""
+        """The sampling options, with the batch's number of completions per problem."""
 
     @property
     @abstractmethod
     def in_half_precision(self) -> bool:
-        """Whether training's passes run in 16 bits, as the weights are now."""
+        """Whether training's passes currently run in 16 bits."""
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of sampling and scoring."""
+        return self.sampling.temperature
+
+    @property
+    def written(self) -> Tensor:
+        """`[B, T]`: all tokens of the completions, trained or not."""
+        rows = ((True,) * len(c.tokens) for group in self.chosen(None) for c in group.completions)
+        return right_pad(rows, False).bool().to(self.policy.device)
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Run training's passes in the type of the weights."""
+        yield
 
     # ------------------------------------------------------------------------ powers
 
@@ -117,41 +136,41 @@ class Subject(ABC):
         raise NotImplementedError
 
     def sample(self, *, step: int = 0) -> list[Group]:
-        """sample: the batch's problems once more, by the weights that the sampler has; equal steps draw equal noise."""
+        """sample: the batch's problems sampled again with the sampler's weights. Equal steps use equal noise."""
         raise NotImplementedError
 
     def complete(self, prompts: Sequence[tuple[int, ...]], *, samples: int, length: int, step: int) -> list[Group]:
-        """sample: what the sampler writes after these tokens; nothing where it refuses them."""
+        """sample: completions of these tokens; empty if the sampler refuses them."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """sync: the sampler takes over the weights as they are now."""
+        """sync: send the current weights to the sampler."""
         raise NotImplementedError
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
-        """golds: the tokens of a problem's prompt, before any limit cuts them."""
+        """golds: the tokens of a problem's prompt, before truncation."""
         raise NotImplementedError
 
     def answer(self, problem: Problem) -> tuple[int, ...]:
-        """golds: the tokens of a problem's gold answer; empty where it has none."""
+        """golds: the tokens of a problem's gold answer; empty if it has none."""
         raise NotImplementedError
 
     def problems(self, count: int, *, step: int = 0) -> list[Problem]:
-        """golds: problems that are trained on."""
+        """golds: training problems."""
         raise NotImplementedError
 
     def judged(self, problems: Sequence[Problem], *, generations: int, step: int = 0) -> list[Group]:
-        """rewards: fresh completions of each problem with their rewards."""
+        """rewards: new completions of each problem with their rewards."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------ the model's own forward
 
     def each_logits(self, groups: Sequence[Group] | None = None) -> Iterator[tuple[int, Tensor]]:
-        """Number of a completion and the policy's own logits `[t, V]` for it, fp32, temperature 1.
+        """(index of a completion, the policy's logits `[t, V]` for it), in fp32 at temperature 1.
 
-        In evaluation mode, without padding, packing or a scorer, by the model's own forward; rows of equal length go
-        together as long as their logits are small, and equal rows are one. One at a time, since a batch of them need
-        not fit into memory.
+        Uses the model's own forward in evaluation mode, without padding, packing or a scorer. Rows of equal length are
+        batched while their logits are small, and equal rows are computed once. Results are yielded one by one, since
+        the whole batch may not fit into memory.
         """
         texts: list[Text] = [
             (group.prompt_tokens, c.tokens) for group in self.chosen(groups) for c in group.completions
@@ -159,7 +178,7 @@ class Subject(ABC):
         return each_logits(self.policy.model, texts, self.policy.device)
 
     def logits(self, groups: Sequence[Group] | None = None) -> Tensor:
-        """The same of all completions, `[B, T, V]`, 0 where there is no token."""
+        """The logits of all completions, `[B, T, V]`, 0 where there is no token."""
         rows = dict(self.each_logits(groups))
         width = max(len(row) for row in rows.values())
         padded = {i: torch.nn.functional.pad(row, (0, 0, 0, width - len(row))) for i, row in rows.items()}
@@ -170,7 +189,7 @@ class Subject(ABC):
         return right_pad((c.tokens for g in self.chosen(groups) for c in g.completions), 0).to(self.policy.device)
 
     def forward_logp(self, groups: Sequence[Group] | None = None, *, temperature: float | None = None) -> Tensor:
-        """The log-probabilities `[B, T]` of the model's own forward, by default at the sampling temperature."""
+        """Log-probabilities `[B, T]` by the model's own forward, by default at the sampling temperature."""
         tokens = self.tokens(groups)
         scored = torch.zeros(tokens.shape, device=tokens.device)
         for i, row in self.each_logits(groups):
@@ -182,7 +201,7 @@ class Subject(ABC):
         return self.groups if groups is None else groups
 
     def answer_logp(self, problems: Sequence[Problem]) -> list[Tensor]:
-        """Log-probabilities of the tokens of each gold answer after its prompt, with the weights as they are now."""
+        """Log-probabilities of the tokens of each gold answer after its prompt, with the current weights."""
         pad = (self.policy.pad_id,)
         pairs = [(self.prompt(problem) or pad, self.answer(problem)) for problem in problems]
         rows = row_logits(self.policy, [(*prompt, *answer) for prompt, answer in pairs])
@@ -193,26 +212,26 @@ class Subject(ABC):
 
     @property
     def blind(self) -> float:
-        """Nats a token over which an answer is one that the model cannot know."""
+        """The NLL in nats per token above which the model does not know an answer."""
         return self.thresholds["bos_surprise"] * math.log(self.vocabulary)
 
     @cached_property
     def tried(self) -> dict[str, Any]:
-        """The hypotheses that were chosen, by their table, whatever became of them."""
+        """The selected hypothesis of each table, whatever its verdict."""
         return {}
 
     @contextmanager
     def perturbed(self, relative: float = RELATIVE_NOISE, seed: int = 0) -> Iterator[None]:
-        """Seeded noise on every trainable weight, of `relative` its RMS (zeros, as LoRA's B: of `relative` itself).
+        """Add seeded noise of `relative` × RMS to every trainable weight, or of size `relative` where the RMS is 0.
 
-        Afterwards every weight has the very bits it had.
+        Every weight is restored exactly.
         """
         with perturbed_weights([p for p in self.policy.model.parameters() if p.requires_grad], relative, seed):
             yield
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model can choose from."""
+        """The size of the model's output vocabulary."""
         return vocabulary_size(self.policy.model)
 
 

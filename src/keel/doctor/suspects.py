@@ -1,6 +1,7 @@
-"""The suspects of suspects.yaml, each confirmed, ruled out, or not testable here, with the figure that decides.
+"""The suspects in suspects.yaml: each is confirmed, ruled out or not testable here, by a stated figure.
 
-A finding confirms. Only a figure on the safe side of its threshold rules out: that nothing was found is no proof.
+A finding confirms a suspect. Only a figure on the safe side of its threshold rules one out; the absence of findings
+does not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Side = Literal["at least", "at most"]
 
 @dataclass(frozen=True)
 class RuleOut:
-    """What rules a suspect out: every figure is there, and on the safe side of its threshold (a name, or a number)."""
+    """A condition that rules a suspect out: all figures are known and on the safe side of a threshold."""
 
     text: str
     figures: tuple[tuple[str, Side, str | float], ...]
@@ -79,9 +80,9 @@ def judge_suspects(
     unchecked: Iterable[str] = (),
     formula: Formula | None = None,
 ) -> tuple[SuspectVerdict, ...]:
-    """Every row with its verdict; a note confirms nothing. `unchecked` are lines `code, code: why`.
+    """The verdict on every suspect. Notes confirm nothing. `unchecked` are lines `code, code: why`.
 
-    `formula` is what the configured KL term is: where it is known it decides the rows that ask for it.
+    `formula` is that of the configured KL term. If it is known, it decides the rows with `by_formula`.
     """
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
@@ -130,7 +131,7 @@ def _decide(
 
 
 def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) -> SuspectVerdict:
-    """What the formula is decides; a measured cosine only says beside it that the code does that."""
+    """Decide a row by the formula; a measured cosine is added as information only."""
     measured = figures.get("kl_term/cosine_expected", math.nan)
     seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
     if not formula.active:
@@ -146,7 +147,7 @@ def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) ->
 
 
 def _unsafe(rule_out: RuleOut, figures: Mapping[str, float], thresholds: Thresholds) -> str | None:
-    """The figure that does not rule the row out, as a sentence; None if all do."""
+    """A sentence on the first figure that does not rule the row out; None if all do."""
     for name, side, limit in rule_out.figures:
         value, edge = figures[name], thresholds[limit] if isinstance(limit, str) else limit
         if not (value >= edge if side == "at least" else value <= edge):
@@ -155,7 +156,7 @@ def _unsafe(rule_out: RuleOut, figures: Mapping[str, float], thresholds: Thresho
 
 
 def _not_checked(row: Suspect, unchecked: Sequence[str]) -> str | None:
-    """The line that keeps a row open: of a code it needs, or of its only codes."""
+    """The `unchecked` line that leaves a row open: for a code that it needs, or if all of its codes have one."""
     lines = {code: _line_of(code, unchecked) for code in row.codes}
     needed = [line for code in row.needs if (line := lines[code]) is not None]
     if needed:
@@ -164,7 +165,7 @@ def _not_checked(row: Suspect, unchecked: Sequence[str]) -> str | None:
 
 
 def _line_of(code: str, unchecked: Sequence[str]) -> str | None:
-    """The line `code, family/*: why` that is about this code."""
+    """The line `code, family/*: why` that matches this code."""
     for line in unchecked:
         if any(fnmatch(code, pattern) for pattern in line.partition(":")[0].split(", ")):
             return line
@@ -180,7 +181,7 @@ def _hypothesis(
 
 
 def preflight_figures(outcomes: Iterable[Outcome], *, multi_turn: bool = False) -> dict[str, float]:
-    """The probes' figures as `probe/figure`, and with several turns how many tokens are the environment's."""
+    """The probes' figures as `probe/figure`; with several turns also the number of the environment's tokens."""
     figures = {f"{o.name}/{name}": float(value) for o in outcomes for name, value in o.figures.items()}
     if "masks/trained_tokens" not in figures:
         return figures
@@ -189,7 +190,7 @@ def preflight_figures(outcomes: Iterable[Outcome], *, multi_turn: bool = False) 
 
 
 def history_figures(history: History, recent: int = 10) -> dict[str, float]:
-    """What a run's metrics come to: means of the last steps, extremes of the whole run, and what its start shows."""
+    """Statistics of a run's metrics: means of the last steps, extremes of the run, and values at its start."""
     figures = {name: history.series[name].finite.tail(recent).mean for name in history.series if history.get(name)}
     if history.kl is not None:
         _, kl = history.kl

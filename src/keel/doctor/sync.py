@@ -1,4 +1,4 @@
-"""Weight sync: change the weights, sync, and see the engine change with them."""
+"""Weight sync: change the weights, sync, and check that the engine uses the new ones."""
 
 from __future__ import annotations
 
@@ -18,59 +18,70 @@ from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.subject import STRONG_NOISE, Subject
 from keel.doctor.verdict import Outcome, Verdict
 
-_SMALL = 0.01  # of a weight's RMS: what an update changes
-_MISSED = 0.3  # of such a change that an engine which has the new weights does not miss
-_ROUNDED = 0.1  # of a change that a narrow type may round away
-_SEEN = 10.0  # times what the engine is off by before: a change that its type rounds away tells nothing
-_MOVED = 1e-3  # nats that log-probabilities have to move by, or nothing can be told
+_SMALL = 0.01  # share of a weight's RMS, the size of an update
+_MISSED = 0.3  # a synced engine misses at most this share of the small change
+_ROUNDED = 0.1  # share of the weight change that a lower-precision type may round away
+_SEEN = 10.0  # factor over the engine's initial error that a change must reach to be visible
+_MOVED = 1e-3  # nats; smaller changes of log-probabilities cannot be tested
+_COPIED = 20.0  # total change in nats above which equal completions are not explained by equal noise
 
 
 @dataclass(frozen=True)
 class Synced:
-    """After a sync to noisy weights: what is reported is `new` nats from these and `old` from those before.
+    """After a sync to perturbed weights: reports are `new` nats from these weights and `old` from the original ones.
 
-    The noise moves log-probabilities by `apart` nats. `ratio` is the drawn tokens' mean log-ratio, new weights over
-    old: KL(new‖old) if the new ones drew them, and negative if the old ones did.
+    The noise changes log-probabilities by `apart` nats. `ratio` is the mean log-ratio, new over old weights, of the
+    drawn tokens: KL(new‖old) if the new weights drew them, negative if the old ones did.
     """
 
     new: float
     old: float
     apart: float
     ratio: float
+    tokens: list[tuple[int, ...]]
 
 
 def measure_sync(subject: Any) -> Outcome:
-    """Perturb the policy, sync, sample: log-probabilities and tokens must be the new policy's; then back again."""
-    if "sampler/noise" in subject.found:  # what was asked before is answered as before, by whatever weights
+    """Perturb the policy, sync, sample: reports and tokens must be those of the new weights; then sync back.
+
+    An engine without reports is judged by its tokens alone.
+    """
+    if "sampler/noise" in subject.found:  # the engine repeats earlier answers, whatever its weights
         return Outcome.of("weight sync", [Verdict.unchecked(["sampler/stale"], "the engine repeats itself")])
     limits, own = subject.thresholds, Reports.of(subject, subject.groups)
     at_first = errors(subject, batch_draws(subject))
     before = average(at_first)
     steady = own.close(limits, at_first) or rounding_explains(own.gap, own.rounding, limits)
     seen = _synced(subject, STRONG_NOISE, 1, subject.sample)
-    why = _unfollowed(subject, seen, before, steady) or _small_change(subject)
-    back = average(errors(subject, draws(subject, subject.sample())))
+    why = _unfollowed(subject, seen, before, steady) or ("" if subject.engine is None else _small_change(subject))
+    again = subject.sample()
+    back = average(errors(subject, draws(subject, again)))
+    if not why and seen.tokens == _tokens(again) and seen.apart * sum(map(len, seen.tokens)) > _COPIED:
+        why = f"the same noise draws the same {len(seen.tokens)} completions before and after a change of all weights"
     if not why and back > max(limits["sync_gap_growth"] * before, limits["scoring_gap_half"]):
         why = f"after the weights were restored and synced again the gap is {back:.3g} nats"
-    figures = {"gap_new": seen.new, "gap_old": seen.old, "gap_back": back, "log_ratio": seen.ratio}
-    line = f"weight sync: engine within {seen.new:.2g} nats of the changed weights, {seen.old:.2g} of the old ones"
+    figures = {"log_ratio": seen.ratio}
+    line = f"weight sync: drawn tokens are {seen.ratio:.2g} nats more probable under the changed weights than the old"
+    if len(at_first):
+        figures |= {"gap_new": seen.new, "gap_old": seen.old, "gap_back": back}
+        line = f"weight sync: engine within {seen.new:.2g} nats of the changed weights, {seen.old:.2g} of the old ones"
     if not why:
-        proven = subject.engine.proven
+        proven = "" if subject.engine is None else subject.engine.proven
         proof = (f"weight sync: tried and found sound: {proven}",) if proven else ()
         return Outcome.of("weight sync", [Verdict.sound(line, **figures)], (line, *proof))
     stale = finding(
         "sampler/stale",
         why,
         "the engine keeps weights of its own that sync does not bring up to date",
-        "let engine.sync(policy, version) copy every trainable weight (LoRA: merge or send the adapter)",
+        "let the engine's sync copy every trainable weight (LoRA: merge or send the adapter)",
     )
     return Outcome.of("weight sync", [Verdict.found(stale, **figures)], (line,))
 
 
 def errors(subject: Subject, drawn: Draws) -> Tensor:
-    """What was reported less these weights' log-probabilities `[N]`; of tokens without a report nothing.
+    """Reported minus computed log-probabilities `[N]`, for tokens with a report.
 
-    At the temperature, filtered or not, that fits best: a wrong temperature is another measure's finding.
+    Uses the best of three temperature and filter settings, since a wrong temperature is another measure's finding.
     """
     scored, plain = drawn.where(~drawn.sample_logp.isnan()), unfiltered(subject.sampling)
     variants = (plain, replace(plain, temperature=1.0), subject.sampling)
@@ -78,7 +89,7 @@ def errors(subject: Subject, drawn: Draws) -> Tensor:
 
 
 def _synced(subject: Any, noise: float, seed: int, sample: Callable[[], Sequence[Group]]) -> Synced:
-    """What the engine draws once it was told of noisy weights; afterwards it is told of the policy's own."""
+    """Sample after a sync to perturbed weights, then sync the original ones back."""
     try:
         with subject.perturbed(noise, seed=seed):
             subject.sync()
@@ -90,18 +101,22 @@ def _synced(subject: Any, noise: float, seed: int, sample: Callable[[], Sequence
     plain = unfiltered(subject.sampling)
     moved = new.logp(plain) - old.logp(plain)
     ratio = float(moved.mean()) if len(moved) else 0.0
-    return Synced(average(errors(subject, new)), average(errors(subject, old)), average(moved), ratio)
+    return Synced(average(errors(subject, new)), average(errors(subject, old)), average(moved), ratio, _tokens(groups))
+
+
+def _tokens(groups: Sequence[Group]) -> list[tuple[int, ...]]:
+    return [completion.tokens for group in groups for completion in group.completions]
 
 
 def _unfollowed(subject: Any, seen: Synced, before: float, steady: bool) -> str:
-    """Evidence that the engine has not the new weights, or not all of them; "" if there is none.
+    """Evidence that the engine lacks some or all of the new weights; "" if there is none.
 
-    `before` is what it is off by at unchanged weights, `steady` that this is rounding: what is wrong there is wrong at
-    any weights, and tells nothing of a sync.
+    `before` is its error at unchanged weights, and `steady` says that this is rounding. A larger error occurs with any
+    weights and says nothing about the sync.
     """
     limits = subject.thresholds
     decisive = limits["sync_drawn_share"] * seen.apart
-    # a narrow type rounds noisy weights by more, and shows nothing of it where the policy was certain before
+    # a lower-precision type rounds perturbed weights more, which shows only where the policy was not certain
     narrow = decisive if before > limits["scoring_gap"] else _ROUNDED * seen.apart
     floor = narrow if before > limits["scoring_gap"] or subject.policy.dtype != torch.float32 else 0.0
     lora = " (LoRA included: only the adapter was changed)" if subject.policy.lora is not None else ""
@@ -119,7 +134,7 @@ def _unfollowed(subject: Any, seen: Synced, before: float, steady: bool) -> str:
 
 
 def _small_change(subject: Any) -> str:
-    """The same with a change as small as an update's, after random texts: what is near what it was must travel, too."""
+    """Test a change as small as an update on random prompts, because an engine may skip small changes."""
     step = STRANGE_STEPS[1]
     before = draws(subject, strange_turns(subject, step))
     seen = _synced(subject, _SMALL, 5, lambda: strange_turns(subject, step + 1))

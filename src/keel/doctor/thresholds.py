@@ -36,7 +36,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """All of them: `thresholds["kl_explosion"]` is the value in force."""
+    """All thresholds. `thresholds["kl_explosion"]` is the value in force."""
 
     table: Mapping[str, Threshold]
     shipped: Mapping[str, Threshold]
@@ -59,22 +59,22 @@ class Thresholds:
 
 @cache
 def shipped_thresholds() -> Mapping[str, Threshold]:
-    """The thresholds of thresholds.yaml, by name; those without a value there are the trainer's own limits."""
+    """The default thresholds from thresholds.yaml by name. Those without a value there are the trainer's own limits."""
     rows, limits = load_package_yaml("keel.doctor", "thresholds.yaml"), asdict(GuardLimits())
     values = {name: float(row.pop("value") if "value" in row else limits[name]) for name, row in rows.items()}
     return {name: Threshold(name, values[name], **row) for name, row in rows.items()}
 
 
 def load_thresholds(overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
-    """The shipped thresholds under overrides, a mapping name → value or texts `name=value`."""
+    """The defaults with overrides: a mapping name → value, or texts `name=value`."""
     return _overridden(shipped_thresholds(), _parsed(overrides))
 
 
 def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequence[str] = ()) -> Thresholds:
     """The thresholds of a run, for guards, doctor and report.
 
-    `config` is a configuration as plain data. Its `guards.grad_spike` replaces the default, its `doctor.thresholds`
-    override the defaults, and `overrides` take precedence.
+    `config` is a configuration as plain data. Its `guards.grad_spike` and `doctor.thresholds` override the defaults.
+    `overrides` take precedence over both.
     """
     guards, doctor = (_section(config, name) for name in ("guards", "doctor"))
     guard_values = {name: guards[name] for name in ("grad_spike",) if name in guards}
@@ -83,7 +83,7 @@ def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequ
 
 
 def check_thresholds(config: Config) -> None:
-    """Refuse thresholds of a configuration that are unknown or no numbers; one that is a guard's too is given once."""
+    """Raise an error for unknown or non-numeric thresholds in a configuration, or for one that guards set as well."""
     given = config.doctor.thresholds.params
     thresholds = load_thresholds(given)
     for name in given.keys() & type(config.guards).model_fields.keys():
@@ -110,7 +110,7 @@ def _overridden(shipped: Mapping[str, Threshold], overrides: Mapping[str, Any]) 
 
 
 def _parsed(overrides: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
-    """A mapping unchanged; texts `name=value` as a mapping."""
+    """Convert texts `name=value` to a mapping; a mapping is returned unchanged."""
     if isinstance(overrides, Mapping):
         return overrides
     for override in overrides:

@@ -1,4 +1,4 @@
-"""What becomes of a measure: found, sound, undecided or unchecked, each with its reason."""
+"""The result of a measure: found, sound, undecided or unchecked, with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.trainer.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Verdict:
-    """One decision. `codes` are those that it is about, `figures` what was measured."""
+    """One decision: the codes that it is about, and the measured figures."""
 
     state: Literal["found", "sound", "undecided", "unchecked"]
     codes: tuple[str, ...]
@@ -39,15 +39,15 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """`code, code: why`, as what is not checked is listed."""
+        """`code, code: why`, the format of unchecked lines."""
         return f"{', '.join(self.codes)}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One measure's findings, the figures that it measured, lines to show, and what it could not test (and why).
+    """The findings of a measure, its figures, lines to print, and what could not be tested with the reason.
 
-    `undecided` are tests that were made, on a sample that is too small for either answer.
+    `undecided` are tests whose sample was too small for a decision.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Outcome:
 
     @classmethod
     def of(cls, name: str, verdicts: Iterable[Verdict], lines: tuple[str, ...] = ()) -> Outcome:
-        """The verdicts of one measure together."""
+        """Combine the verdicts of one measure."""
         given = tuple(verdicts)
         figures = {key: value for verdict in given for key, value in verdict.figures.items()}
         unchecked, undecided = (
@@ -70,13 +70,13 @@ class Outcome:
 
     @property
     def sound(self) -> bool:
-        """Whether something was tried, with a result, and nothing worse than a note was found."""
+        """Whether something was tested and nothing worse than a note was found."""
         tried = not self.undecided and (bool(self.figures) or not self.unchecked)
         return tried and all(finding.severity == "note" for finding in self.findings)
 
 
 def failed_measure(name: str, error: Exception) -> Outcome:
-    """What is left of a measure that ended in an error: a finding, or a line where memory was short."""
+    """The outcome of a measure that raised: a finding, or an unchecked line if memory was short."""
     if is_out_of_memory(error):
         return Outcome(name, unchecked=(no_memory_for(name, error),))
     reason = _reason(error)
@@ -84,13 +84,13 @@ def failed_measure(name: str, error: Exception) -> Outcome:
         "doctor/probe-failed",
         f"the probe of {name} ended in {reason}",
         "a part that it tried raised an error; training would most likely meet the same one",
-        "mend that part, and run the doctor again: what depends on this probe is not known",
+        "fix that part, and run the doctor again: what depends on this probe is not known",
     )
     return Outcome(name, (failure,), unchecked=(f"{name}: {reason}",))
 
 
 def no_memory_for(what: str, error: Exception) -> str:
-    """The line of what is not known because memory was short."""
+    """The unchecked line for a lack of memory."""
     return f"{what}: no memory left for it beside the run ({_reason(error)})"
 
 

@@ -1,4 +1,4 @@
-"""A model as it is: its own forward without padding or packing, and its weights changed for a while."""
+"""A model's own forward without padding or packing, and temporary changes of its weights."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 from keel.models.head import causal_lm, evaluating
 from keel.models.loaded import LoadedModel
+from keel.models.pack import padded_mask, padding_columns
 
-_MAX_ELEMENTS = 50_000_000  # tokens × vocabulary held at once
-SPARE_TIMES = 4  # a probe holds copies, gradients and moments of the weights beside a pass
-_MAX_LOGITS = 1 << 23  # numbers that a forward of several completions may give at once; 32 times as many on a GPU
-_BYTES_A_LOGIT = 64  # in itself, as float32, and what is computed from it
-Text = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and completion
+_MAX_ELEMENTS = 50_000_000  # limit of tokens × vocabulary in memory
+SPARE_TIMES = 4  # memory for copies, gradients and moments, in multiples of the weights
+_MAX_LOGITS = 1 << 23  # logits of one batched forward; up to 32 times as many on a GPU
+_BYTES_A_LOGIT = 64  # a logit, its fp32 copy and intermediate results
+Text = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of prompt and completion
 
 
 def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Number of a completion and the model's own logits `[t, V]` for it, fp32, temperature 1, in evaluation mode.
+    """(index of a text, the model's logits `[t, V]` for its completion), in fp32 and evaluation mode, temperature 1.
 
-    Rows of equal length go together as long as their logits are small, and equal rows are one. One at a time, since a
-    batch of them need not fit into memory.
+    Rows of equal length are batched while their logits are small, and equal rows are computed once. Results are yielded
+    one by one, since the whole batch may not fit into memory.
     """
     most = most_logits(device)
-    rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # text and length of its prompt: numbers
+    rows: dict[tuple[tuple[int, ...], int], list[int]] = {}  # (tokens, prompt length): indices of texts
     for number, (prompt, tokens) in enumerate(texts):
         rows.setdefault(((*prompt, *tokens), len(prompt)), []).append(number)
     for width, alike in groupby(sorted(rows, key=lambda row: len(row[0])), key=lambda row: len(row[0])):
@@ -41,20 +42,22 @@ def each_logits(model: nn.Module, texts: Sequence[Text], device: torch.device) -
 
 
 def row_logits(policy: LoadedModel, rows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """The model's own logits `[t, V]` of each row of tokens, fp32; rows are padded on the right, which nobody sees."""
+    """The model's logits `[t, V]` of each row of tokens, in fp32. Right padding has no effect on them."""
     at_once = max(1, _MAX_ELEMENTS // (vocabulary_size(policy.model) * max(map(len, rows), default=1)))
     for part in (rows[i : i + at_once] for i in range(0, len(rows), at_once)):
         width = max(map(len, part))
         padded = [[*row, *(policy.pad_id,) * (width - len(row))] for row in part]
         ids = torch.tensor(padded, device=policy.device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part], device=ids.device)
+        columns = padding_columns(ids)
+        ids, mask = nn.functional.pad(ids, (0, columns)), padded_mask(mask, columns)
         with evaluating(policy.model):
             logits = policy.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         yield from (logits[i, : len(row)].float() for i, row in enumerate(part))
 
 
 def most_logits(device: torch.device) -> int:
-    """A GPU takes rows together in the time of one; a processor gains nothing by it."""
+    """The number of logits per forward. Larger batches are faster on a GPU but not on a CPU."""
     if device.type != "cuda":
         return _MAX_LOGITS
     free, _ = torch.cuda.mem_get_info(device)
@@ -62,12 +65,12 @@ def most_logits(device: torch.device) -> int:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many tokens the model can choose from."""
+    """The size of the model's output vocabulary."""
     return int(causal_lm(model).get_output_embeddings().weight.shape[0])
 
 
 def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies to restore from, in main memory where the device has little room beside them."""
+    """Copies to restore from, in main memory if the device has too little room."""
     devices, size = {tensor.device for tensor in tensors}, sum(tensor.nbytes for tensor in tensors)
     free = min((torch.cuda.mem_get_info(device)[0] for device in devices if device.type == "cuda"), default=None)
     if free is not None and SPARE_TIMES * size > free:
@@ -77,7 +80,7 @@ def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def perturbed_weights(weights: Sequence[Tensor], relative: float, seed: int = 0) -> Iterator[None]:
-    """Seeded noise of `relative` each weight's RMS, of `relative` itself where that is 0; afterwards the very bits."""
+    """Add seeded noise of `relative` × RMS to each weight, or of size `relative` if it is 0; restore exactly."""
     originals = backup(weights)
     generators = {weight.device: torch.Generator(weight.device).manual_seed(seed) for weight in weights}
     try:

@@ -1,11 +1,25 @@
-"""Extract tags and numbers from a completion in linear time. The text is never executed."""
+"""Extract tags and numbers from a completion in linear time, and compare expressions with math-verify.
+
+The text is never executed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import re
+import threading
+from functools import lru_cache
+from typing import Any
+
+from keel.base.errors import KeelError
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?")
 _LONGEST_NUMBER = 60
+_SECONDS = 5
+# Nested powers, long exponents and large factorials: evaluating them exhausts memory and cannot be interrupted.
+_GIANT = re.compile(r"(?:\*\*|\^)[\s{(]*-?\d+[\s})]*(?:\*\*|\^)|(?:\*\*|\^)[\s{(]*-?\d{5,}|\d{5,}[\s})]*!")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")  # a word of a sentence; not a LaTeX command such as `\\frac`
 
 
 def last_tag(text: str, tag: str = "answer") -> str | None:
@@ -35,3 +49,54 @@ def plain_number(text: str) -> str | None:
     digits, decimals = digits.lstrip("0") or "0", decimals.rstrip("0")
     number = f"{digits}.{decimals}" if decimals else digits
     return number if number == "0" else sign + number
+
+
+def has_math_verify() -> bool:
+    """Whether math-verify is installed; does not import it."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def require_math_verify(what: str) -> None:
+    """Raise a KeelError for `what` if math-verify is missing."""
+    if not has_math_verify():
+        raise KeelError(f"{what} needs math-verify: pip install math-verify")
+
+
+def math_equal(answer: str, text: str) -> bool | None:
+    """Whether the last expression in `text` equals `answer` (½ and 0.5, 2x and x+x); None if it has none."""
+    number = plain_number(text)
+    if number is not None and number == plain_number(answer):
+        return True  # fast path
+    from math_verify import verify
+
+    parsed = [] if _GIANT.search(text) else _parsed(text)
+    if not parsed:
+        return None
+    return bool(verify(list(_gold(answer)), parsed, timeout_seconds=_limit()))
+
+
+@lru_cache(maxsize=4096)
+def _gold(answer: str) -> tuple[Any, ...]:
+    return tuple(_parsed(answer) or _parsed(f"${answer}$"))
+
+
+def _parsed(text: str) -> list[Any]:
+    """Parse the expressions of a text with math-verify.
+
+    A bare formula (`\\frac12`, `2x+2`) gets dollar signs first; without them the parser finds only its last number.
+    """
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about text without mathematics
+    forms = (f"${text.strip()}$", text) if _is_formula(text) else (text,)
+    return next((parsed for form in forms if (parsed := list(parse(form, parsing_timeout=_limit())))), [])
+
+
+def _is_formula(text: str) -> bool:
+    marked = "$" in text or "\\boxed" in text or "\n" in text.strip()
+    return not (marked or len(text) > 200 or plain_number(text) is not None or _WORD.search(text))
+
+
+def _limit() -> int | None:
+    """math-verify's time limit uses a signal, which needs the main thread; in others the judge's limit applies."""
+    return _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -21,7 +21,7 @@ FORMAT_REWARD = 0.1  # reward of `format: answer_tag` for the tag alone
 
 @dataclass(frozen=True)
 class ArithmeticSkill:
-    """One operation: its answer, its prompt in signs and in words, and whether it is commutative."""
+    """One operation: its answer, its prompt in symbols and in words, and whether it is commutative."""
 
     answer: Callable[..., str]
     signs: str

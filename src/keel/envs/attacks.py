@@ -30,7 +30,7 @@ NEIGHBOURS = 4  # wrong answers listed with the correct one
 SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
 AROUND = ("[{}]", "{{{}}}")  # brackets of a comma-separated list
 NOTATIONS = ("\\boxed{{{}}} {}", "**{}** {}", "{} (or {})", "{}\n#### {}")
-# For each family of attacks: what a policy learns if it pays, and how to change the reward.
+# For each family of attacks: what a policy learns if the attack is rewarded, and how to change the reward.
 LESSONS: Mapping[str, str] = {
     "silence": "to stop at once: give no reward for an answer without content",
     "form": "to write the format without an answer: reward the format only with a correct answer, or reward it less",
@@ -141,7 +141,7 @@ def _piece(text: str, row: Sequence[re.Match[str]], spots: Sequence[int]) -> str
 
 @dataclass(frozen=True)
 class GoldBatch:
-    """Problems with the turns of their gold answers: the knowledge of the attacker."""
+    """Problems with the turns of their gold answers, which the attacks are built from."""
 
     problems: tuple[Problem, ...]
     golds: tuple[Turns, ...]
@@ -269,7 +269,7 @@ def _contains_answer(way: Way, form: Form, accepted: set[str]) -> bool:
 
 
 def _plain(batch: GoldBatch, index: int) -> list[Attack]:
-    """Single-turn answers that contain nothing of the correct answer."""
+    """Single-turn answers without any part of the correct answer."""
     form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
     last_line = prompt.splitlines()[-1] if prompt else ""
     common = batch.most_common_gold(index)
@@ -305,11 +305,11 @@ def _lists(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]
         bare = [tuple((join([c[-1] for c in order]),) for order in contents) for join in _JOINS]
         filler = [FILLER] * (form.slots - 1)
         noted = [tuple((form.fill([*filler, note.format(*pair)]),) for pair in pairs) for note in NOTATIONS]
-        apart = [tuple((join(order),) for order in orders) for join in _JOINS]
+        each_formed = [tuple((join(order),) for order in orders) for join in _JOINS]
         listed = [
             Attack("every answer in one form", "list", _distinct(joined)),
             Attack("every answer without the form", "list", _distinct(bare)),
-            Attack("every answer in a form of its own", "list", _distinct(apart)),
+            Attack("every answer in a form of its own", "list", _distinct(each_formed)),
             Attack("two answers in two notations", "list", _distinct(noted)),
         ]
     ranges = [" ".join(numbers) for numbers in (NUMBERS, NUMBERS[::-1])]

@@ -38,7 +38,7 @@ class Task:
 
         @property
         def notes(self) -> tuple[str, ...]:
-            """Sentences on how the data were read, printed once at the start of a run."""
+            """Notes on how the data were read, printed once at the start of a run."""
 
         @property
         def prompts_only(self) -> bool:
@@ -58,7 +58,7 @@ class Task:
 
         @property
         def plays(self) -> bool:
-            """Whether its episodes call the model by themselves: then it implements `playing`."""
+            """Whether its episodes call the model through an endpoint; then it implements `playing`."""
 
     else:
         notes, prompts_only, evaluation_only, reward_concurrency, prompts_repeat = (), False, False, 1, False
@@ -83,15 +83,15 @@ class Task:
         raise NotImplementedError
 
     def labels(self) -> tuple[str, ...]:
-        """The names of the tasks that its problems are of: its own, or those that it is made of."""
+        """The names of its problems' tasks: its own name, or those of a mixture's tasks."""
         return (self.name,)
 
     def label(self, problem: Problem) -> str:
-        """Which of `labels` a problem is of."""
+        """The name in `labels` of a problem's task."""
         return self.name
 
     def stratum(self, problem: Problem) -> str:
-        """A name for the problems of a task that are about as hard: a curriculum estimates a new problem by them."""
+        """A name for problems of similar difficulty, from which a curriculum estimates a new problem's signal."""
         return ""
 
     def gold(self, problem: Problem) -> str:
@@ -124,7 +124,7 @@ class Task:
         return SingleTurn(partial(self.reward, problem))
 
     def playing(self, model: ModelAccess) -> AbstractAsyncContextManager[Play]:
-        """Play whole episodes with a model behind an endpoint: gives the function that plays one of a problem."""
+        """Return a function that plays a whole episode of a problem with the model behind an endpoint."""
         raise NotImplementedError
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:

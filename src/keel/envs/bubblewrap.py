@@ -1,4 +1,4 @@
-"""A Python confined by bubblewrap: its namespaces, its user, and the files that it sees."""
+"""Start a Python confined by bubblewrap: its namespaces, its user, and the files that it can read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.envs.sandbox_worker import USER
 
-NOBODY = 65534  # programs have this user id outside of the sandbox where Keel runs as root
+NOBODY = 65534  # user id of programs outside of the sandbox if Keel runs as root
 
 
 def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
-    """Start Python in bubblewrap as Keel's user, or as nobody where that is root."""
+    """Start Python in bubblewrap as Keel's user, or as nobody if that is root."""
     command = _command()
     if not _is_root():
         command += ["--uid", str(USER), "--gid", str(USER), "--", *python]
@@ -43,14 +43,14 @@ def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any
         except OSError as error:
             failed = error
     if failed is not None:
-        process.wait()  # it can do nothing without an id
+        process.wait()  # without an id it waits and does nothing
         why = f"root cannot give them another user id ({failed.strerror})"
         raise refused(f"{why}: run Keel as another user, or with CAP_SETUID and CAP_SETGID")
     return process
 
 
 def _is_root() -> bool:
-    """Whether Keel has root's number, or is a container's root that can give programs another."""
+    """Whether Keel runs as root, or as a container's root that can give programs another user id."""
     if os.geteuid() != 0:
         return False
     _, outside, count = map(int, Path("/proc/self/uid_map").read_text().split()[:3])
@@ -60,15 +60,15 @@ def _is_root() -> bool:
 def _command() -> list[str]:
     """The command that confines the warm process: no network, no view of other processes, a few read-only files.
 
-    It keeps rights within its own user namespace alone: to give every child namespaces of its own, and to leave root's
-    number. Children drop them before they read anything.
+    It has capabilities only within its own user namespace: to give each child its own namespaces and another user id.
+    Children drop them before they read anything.
     """
     program = shutil.which("bwrap")
     if program is None:
         raise refused("bubblewrap is not installed (apt-get install bubblewrap)")
     command = [
         program,
-        "--as-pid-1",  # with the first process of its namespace every other one ends
+        "--as-pid-1",  # when the first process of the namespace ends, all others are killed
         *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
         *("--hostname", "sandbox", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
     ]
@@ -77,7 +77,10 @@ def _command() -> list[str]:
     for path in _libraries():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     command += ["--ro-bind", stdlib, stdlib, "--ro-bind", _executable(), _executable()]
-    for name in ("site-packages", "dist-packages"):  # Keel itself may be there, with what makes problems and answers
+    for name in (
+        "site-packages",
+        "dist-packages",
+    ):  # Keel itself may be there, with the code that generates problems and answers
         if os.path.isdir(os.path.join(stdlib, name)):
             masked = os.path.join(stdlib, name)
             command += ["--size", "4096", "--tmpfs", masked, "--remount-ro", masked]
@@ -87,17 +90,17 @@ def _command() -> list[str]:
 
 
 def _folders(paths: Sequence[str]) -> list[str]:
-    """Make the folders of these paths, readable by all; bubblewrap would make some readable by root alone."""
+    """Create the folders of these paths, readable by all; bubblewrap would make some readable only by root."""
     return [part for folder in dict.fromkeys(map(os.path.dirname, paths)) for part in ("--dir", folder)]
 
 
 def python_command(code: str) -> list[str]:
-    """Python as it runs in the sandbox: the standard library alone."""
+    """Python's command in the sandbox, with only the standard library."""
     return [_executable(), "-S", "-s", "-P", "-c", code]
 
 
 def _libraries() -> list[str]:
-    """Folders and files with the shared libraries of the system and of this Python."""
+    """Folders and files of the shared libraries of the system and of this Python."""
     multiarch = sysconfig.get_config_var("MULTIARCH") or ""
     found = [path for path in (f"/usr/lib/{multiarch}", "/usr/lib64") if os.path.isdir(path)]
     if not multiarch or not os.path.isdir(f"/usr/lib/{multiarch}"):
@@ -120,5 +123,5 @@ def _executable() -> str:
 
 def refused(why: str) -> KeelError:
     return KeelError(
-        f"programs cannot be confined: {why}; see docs/code.md, or write sandbox: none to run them with your own rights"
+        f"programs cannot be confined: {why}; see docs/code.md, or write sandbox: none to run them without confinement"
     )

@@ -34,7 +34,7 @@ class CallFailed(Exception):
 
 
 class TooManyHungCalls(KeelError):
-    """Too many calls hang: the run must stop, whatever reward.on_error says."""
+    """Too many calls hang: the run must stop, even if reward.on_error is not stop."""
 
 
 class _Alive(Protocol):
@@ -213,7 +213,7 @@ async def _in_thread(
     except asyncio.CancelledError:
         worker.calls.put(None)
         hung.add(worker)
-        if not answer.cancelled():  # the value arrived at the same moment
+        if not answer.cancelled():  # the value arrived at the time of the cancellation
             _drop(answer.result(), dropped)
         raise
     _idle.append(worker)
@@ -355,7 +355,7 @@ TOOL_LOOP = Loop()  # separate, so that a tool that blocks its loop does not blo
 
 
 def _forget_threads() -> None:
-    """After a fork the threads of the parent do not exist."""
+    """After a fork the parent's threads do not exist in the child: start new ones."""
     LOOP.__init__()  # type: ignore[misc]
     TOOL_LOOP.__init__()  # type: ignore[misc]
     _idle.clear()

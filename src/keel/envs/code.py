@@ -1,4 +1,4 @@
-"""`code`: write a program that passes hidden tests; problems are made here, or read from a benchmark's files."""
+"""`code`: write a program that passes hidden tests; problems are generated, or read from a benchmark's files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _QUESTION = "Write a Python function f(x). x is a list of integers. It must do t
 
 @dataclass(frozen=True)
 class Operation:
-    """One step: its words, its code around an expression, and the same as a function. `{k}` is a digit."""
+    """One step: its words, its code around an expression, and its function. `{k}` is a digit."""
 
     words: str
     code: str
     apply: Callable[[Any, int], Any]
     of: type = list
     gives: type = list
-    sums: bool = False  # its code is a sum, which is bracketed below a product
+    sums: bool = False  # its code is a sum, which needs parentheses inside a product
 
 
 OPERATIONS: tuple[Operation, ...] = (
@@ -63,10 +63,10 @@ def compose(steps: Sequence[Step]) -> str:
 
 
 @dataclass(frozen=True)
-class Code(Task):
-    """Made problems: `steps` operations on a list of integers, asked for in words, with hidden tests.
+class CodeTask(Task):
+    """Generated problems: `steps` operations on a list of integers, described in words, with hidden tests.
 
-    The numbers that are added and multiplied with go from 2 to `largest`.
+    The added numbers and the factors are from 2 to `largest`.
     """
 
     steps: tuple[int, ...]
@@ -84,7 +84,7 @@ class Code(Task):
         return training_problems(self._draw, count, seeded_rng("code", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set that training never draws."""
+        """A fixed set of problems that `sample` never returns."""
         return held_out_problems(self._draw, count, seeded_rng("code", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:
@@ -92,7 +92,7 @@ class Code(Task):
         return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 if every hidden test passes, else `partial` × the share that does."""
+        """1 if every hidden test passes, else `partial` × the fraction that passes."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def attacks(self, problem: Problem) -> Sequence[Attack]:
@@ -155,11 +155,11 @@ def code(
 ) -> Task:
     """The task `code`: programs of `steps` operations on a list, or with `data.path` a benchmark's problems.
 
-    A smaller `largest`, the largest number in a made problem, makes it easier.
+    A smaller `largest`, the largest number in a generated problem, makes it easier.
 
-    Files laid out as MBPP, HumanEval, APPS or LiveCodeBench are recognised by their columns. `format: plain` asks in a
-    few words for a model of characters. `partial` pays that much of the share of tests that pass. The other parameters
-    are the sandbox's: `sandbox: none` runs programs with your own rights.
+    MBPP, HumanEval, APPS and LiveCodeBench are recognised by their columns. `format: plain` uses short prompts for
+    character-level models. A program that fails a test earns `partial` × the fraction of tests that pass. The other
+    parameters are the sandbox's: `sandbox: none` runs programs with your own permissions.
     """
     counts = (steps,) if isinstance(steps, int) else tuple(steps)
     if not counts or not all(isinstance(n, int) and 1 <= n <= 4 for n in counts):
@@ -175,7 +175,7 @@ def code(
     source = source_of(data)
     if source.path is None:
         if (held_out, eval_path, eval_split) != (HELD_OUT_FRACTION, None, None):
-            raise KeelError("code makes its problems and holds a tenth out: held_out and eval_* go with data.path")
-        return Code(counts, largest, format, CodeGrader(limits, partial, format == "chat"))
+            raise KeelError("code generates problems and holds out a tenth: held_out and eval_* need data.path")
+        return CodeTask(counts, largest, format, CodeGrader(limits, partial, format == "chat"))
     train, held, notes = split(source, held_out, eval_path, eval_split, read=read_code)
     return CodeDataset("code", train, held, CodeGrader(limits, partial, True), notes)

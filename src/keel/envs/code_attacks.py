@@ -1,4 +1,4 @@
-"""Programs that try to pass tests without solving them: what `keel check-task` runs against a task of programs."""
+"""Programs that try to pass tests without solving the problem, which `keel check-task` runs on tasks with programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from keel.envs.attacks import Attack, prompt_text
 
 CONSTANTS = ("0", "1", "None", "True", "''", "[]", "'YES'", "a[0]", "sorted(a[0])")
 EXITS = ("import os\nos._exit(0)", "import sys\nsys.exit(0)", "raise SystemExit(0)", "quit()")
-# Equal to everything, in every way that Python asks.
+# An object that every comparison of Python finds equal.
 ALWAYS = """
 class Always:
     def __eq__(self, other): return True
@@ -31,7 +31,7 @@ ALIKE = "\n".join(
     f"    def __ne__(self, other): return False\n    def __hash__(self): return 0"
     for base in (int, str, list)
 )
-# What an in-process judge trusts, replaced before it is used, and its messages written by hand on every descriptor.
+# Replace what an in-process judge relies on, and write its messages to every file descriptor.
 PATCHES = (
     "import builtins\nclass E(BaseException):\n    def __new__(cls, *a): raise SystemExit(0)\n"
     "builtins.AssertionError = E\nbuiltins.compile = builtins.exec = lambda *a, **k: None",
@@ -45,7 +45,7 @@ PATCHES = (
     "import sys\nfor m in list(sys.modules.values()):\n    for n in ('equal', 'compare', 'check', 'same'):\n"
     "        if hasattr(m, n): setattr(m, n, lambda *a, **k: True)",
 )
-# Looks for expected outputs in frames, memory and files, and answers with the first that belongs to the call.
+# Search frames, memory and files for expected outputs, and return the first one for the call's arguments.
 SEARCH = """
 import ast, gc, os, re, sys
 def _texts():
@@ -75,7 +75,7 @@ def _expected(args):
 
 
 def program_attacks(problem: Problem) -> list[Attack]:
-    """Attacks on a problem with tests: known are its prompt and the names that it asks for, which every gold has."""
+    """Attacks on a problem with tests, made from its prompt and from the names that every gold program defines."""
     tests: Sequence[dict[str, object]] = problem.info["tests"]
     names = list(dict.fromkeys(name for test in tests for name in _names(test)))
     reads_input = any("stdin" in test for test in tests)
@@ -104,7 +104,7 @@ def program_attacks(problem: Problem) -> list[Attack]:
 
 
 def _names(test: dict[str, object]) -> list[str]:
-    """The functions of the program that a test calls."""
+    """The program's functions that a test calls."""
     if "call" in test:
         return [str(test["call"])]
     if "code" not in test:

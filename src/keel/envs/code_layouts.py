@@ -1,4 +1,4 @@
-"""Files laid out as MBPP, HumanEval, APPS and LiveCodeBench: which column holds what, and their tests in one form."""
+"""The file layouts of MBPP, HumanEval, APPS and LiveCodeBench: their columns, and their tests in one common form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tests = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class CodeGrader:
-    """Runs the program of a completion against the problem's tests; `fenced` writes gold programs in a block."""
+    """Grade a completion's program by the problem's tests; `fenced` writes gold programs in a code block."""
 
     limits: SandboxLimits
     partial: float
@@ -36,7 +36,7 @@ class CodeGrader:
     def gold(self, problem: Problem) -> str:
         """The reference solution."""
         if not problem.answer:
-            raise KeelError(f"{problem.key}: its data hold no reference solution, which this needs")
+            raise KeelError(f"{problem.key}: it has no reference solution, which this needs")
         return f"```python\n{problem.answer}\n```" if self.fenced else str(problem.answer)
 
     def reward(self, problem: Problem, text: str) -> Reward:
@@ -45,7 +45,7 @@ class CodeGrader:
 
 @dataclass(frozen=True)
 class Layout:
-    """One benchmark: the columns that it is recognised by, and what they hold."""
+    """One benchmark: the columns that identify it, and their contents."""
 
     name: str
     columns: tuple[str, ...]
@@ -55,14 +55,14 @@ class Layout:
 
 
 def read_code(source: SourceOptions) -> LoadedProblems:
-    """Every usable row as a problem: the question, a reference solution where there is one, and the hidden tests."""
+    """Every usable row as a problem: the question, the reference solution if there is one, and the hidden tests."""
     assert source.path is not None
     rows = read_rows(source.path, source.split)
     layout = next((each for each in LAYOUTS if set(each.columns) <= set(rows.columns)), None)
     if layout is None:
         known = "; ".join(f"{each.name} has {', '.join(each.columns)}" for each in LAYOUTS)
         raise KeelError(
-            f"{rows.source} has the columns {', '.join(rows.columns)}, which no layout of code has: {known}"
+            f"{rows.source} has the columns {', '.join(rows.columns)}, which match no known layout: {known}"
         )
     broken, problems = list(rows.broken), []
     for row in rows.rows:
@@ -73,7 +73,7 @@ def read_code(source: SourceOptions) -> LoadedProblems:
             broken.append(BrokenRow(row.location, f"as {layout.name}: {cause}"))
     note = handle_broken_rows(rows.source, broken, source.on_broken)
     if not problems:
-        raise KeelError(f"{rows.source} holds no problem that can be read as {layout.name}")
+        raise KeelError(f"{rows.source} has no problem that can be read as {layout.name}")
     notes = (f"{rows.source}: {layout.name}'s layout", *([note] if note else []))
     return LoadedProblems(rows.source, tuple(problems), notes)
 
@@ -88,18 +88,18 @@ def _problem(row: DataRow, layout: Layout) -> Problem:
 
 
 def _json(value: Any) -> Any:
-    """A column that holds JSON, as its text or read already."""
+    """A column that contains JSON, as text or parsed."""
     return json.loads(value) if isinstance(value, str) and value.strip() else value
 
 
 def _started(question: str, row: Row) -> str:
-    """A question with the code that an answer must begin with."""
+    """A question with the code that an answer must start with."""
     starter = row.get("starter_code")
     return f"{question}\n\nBegin with:\n```python\n{starter.rstrip()}\n```" if starter and starter.strip() else question
 
 
 def _mbpp_question(row: Row) -> str:
-    """The first test shows the function's name; the others stay hidden."""
+    """The question with the first test, which shows the function's name; the others are hidden."""
     return f"{row.get('text') or row['prompt']}\nYour program must pass this test: {row['test_list'][0]}"
 
 
@@ -114,7 +114,7 @@ def _humaneval_question(row: Row) -> str:
 
 
 def _humaneval_tests(row: Row) -> Tests:
-    """The prompt is run beside the test for its helpers; the function itself is the program's."""
+    """The test, with the prompt's helper functions; the tested function is the program's."""
     name = row["entry_point"]
     return [{"code": f"{row['test']}\ncheck({name})", "setup": row["prompt"], "remote": {name: name}}]
 
@@ -123,7 +123,7 @@ _AS_DATA = "def data(v): return [data(i) for i in v] if isinstance(v, (list, tup
 
 
 def _apps_tests(row: Row) -> Tests:
-    """Inputs and outputs, of the program or of a function; an output of one item may also stand for the item."""
+    """Inputs and outputs of the program or of a function; a list of one output is also accepted as that output."""
     io = _json(row["input_output"])
     pairs, name = list(zip(io["inputs"], io["outputs"], strict=True)), io.get("fn_name")
     if not name:
@@ -154,7 +154,7 @@ def _method(name: str | None, row: Row) -> str:
 
 
 def _livecodebench_tests(row: Row) -> Tests:
-    """Public and private cases: texts, or one JSON value a line for each argument of a function."""
+    """Public and private cases: texts, or one line of JSON for each argument of a function."""
     name = (_json(row.get("metadata")) or {}).get("func_name")
     cases = [*_json(row["public_test_cases"]), *_private(row.get("private_test_cases"))]
     tests: Tests = []
@@ -170,7 +170,7 @@ def _livecodebench_tests(row: Row) -> Tests:
 def _private(value: Any) -> list[dict[str, Any]]:
     """The private cases, as JSON or packed: base64 of zlib of a pickle of their JSON text.
 
-    The pickle is never loaded: its opcodes are listed, and the text that it holds is taken from them.
+    The pickle is never loaded: the text is read from its opcodes.
     """
     if not isinstance(value, str) or value.lstrip().startswith("["):
         return list(_json(value) or ())

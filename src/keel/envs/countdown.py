@@ -25,7 +25,7 @@ from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
 
 FORMATS = ("tags", "plain")
 COLUMNS = ("nums", "target")
-MAX_NUMBERS = 5  # of a data row, because its solution is searched exhaustively
+MAX_NUMBERS = 5  # numbers of a data row: its solution is searched exhaustively
 FORMAT_REWARD = 0.1
 LONGEST_EXPRESSION = 256
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
@@ -276,8 +276,8 @@ def countdown(
     source, grader = source_of(data), CountdownGrader(format)
     if source.path is not None:
         train, held, notes = split(source, held_out, eval_path, eval_split, read=_read)
-        asked = [tuple(replace(p, prompt=grader.prompt(**p.info)) for p in side) for side in (train, held)]
-        return Dataset("countdown", asked[0], asked[1], grader, notes)
+        prompted = [tuple(replace(p, prompt=grader.prompt(**p.info)) for p in side) for side in (train, held)]
+        return Dataset("countdown", prompted[0], prompted[1], grader, notes)
     if (held_out, eval_path, eval_split) != (HELD_OUT_FRACTION, None, None):
         raise KeelError("countdown generates problems and holds out a tenth: held_out and eval_* need data.path")
     return Countdown(counts, low, high, target_low, target_high, operations, grader)

@@ -1,7 +1,7 @@
 """A curriculum: problems are drawn in proportion to how often their groups carry signal.
 
 A group carries signal if its rewards differ; otherwise all its advantages are 0. With rewards 0 and 1, pass rate p and
-G completions that has the probability 1 − p^G − (1 − p)^G: problems of a middle band of pass rates are preferred.
+G completions its probability is 1 − p^G − (1 − p)^G, so problems with medium pass rates are preferred.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from keel.envs.base import Task
 from keel.envs.options import CurriculumOptions
 from keel.envs.problems import shares_of
 
-Tally = tuple[float, float, int]  # groups, and those with signal, both as they count at a step
-FORGOTTEN = 0.01  # a problem whose groups count less is dropped
+Tally = tuple[float, float, int]  # the decayed number of groups, of groups with signal, and the step of both
+FORGOTTEN = 0.01  # a problem whose decayed number of groups is lower is removed
 
 
 def has_signal(group: Group) -> bool:
@@ -29,11 +29,11 @@ def has_signal(group: Group) -> bool:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The groups so far, by problem and by stratum: plain data, saved in checkpoints.
+    """Decayed counts of groups by problem and by stratum: plain data, saved in checkpoints.
 
     The expected signal of a stratum is (signals + 1) / (groups + 1), that of a problem
-    (signals + the stratum's) / (groups + 1). A group counts half after `half_life` steps. So a new problem has the
-    estimate of its stratum, and one that was not drawn for long is drawn again.
+    (signals + the stratum's) / (groups + 1). A group counts half after `half_life` steps. A new problem therefore has
+    the estimate of its stratum, and a problem that has not been drawn for long is drawn again.
     """
 
     strata: Mapping[str, Tally] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Curriculum:
 
 @dataclass(frozen=True)
 class Draw:
-    """Problems that were drawn from candidates, with the probability of each candidate to be drawn."""
+    """Problems drawn from candidates, with each candidate's probability of being drawn."""
 
     task: Task
     candidates: tuple[Problem, ...]
@@ -89,7 +89,7 @@ def draw(
 ) -> Draw:
     """Draw `count` candidates with probabilities in proportion to their expected signal.
 
-    Small data come twice among the candidates. A repetition is only drawn if there are too few different problems.
+    Problems of small data occur twice among the candidates. A repetition is only drawn if there are too few others.
     """
     different = {identity(problem): problem for problem in reversed(candidates)}
     candidates = [*reversed(different.values())] if len(different) >= count else candidates
@@ -114,7 +114,7 @@ def inclusion(weights: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def describe_draws(draws: Sequence[Draw]) -> dict[str, float]:
-    """What a step is trained on beside what its task draws: expected signal, shares of strata, and their KL in nats."""
+    """Metrics of the drawn problems against the task's own: expected signal, shares of strata, their KL in nats."""
     metrics: dict[str, float] = {}
     drawn = sum(len(one.picked) for one in draws)
     candidates = sum(len(one.candidates) for one in draws)
@@ -141,7 +141,7 @@ def identity(problem: Problem) -> str:
 
 
 def _decayed(tally: Tally | None, options: CurriculumOptions, step: int) -> tuple[float, float]:
-    """(groups, signals) as they count at `step`."""
+    """(groups, signals), decayed to `step`."""
     if tally is None:
         return 0.0, 0.0
     groups, signals, at = tally

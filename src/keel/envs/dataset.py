@@ -15,10 +15,9 @@ from typing import Any, Protocol, Self
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
 from keel.base.validation import read_options
-from keel.envs.answers import last_number, last_tag, plain_number
+from keel.envs.answers import last_number, last_tag, math_equal, plain_number, require_math_verify
 from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
-from keel.envs.maths import math_equal, require_math_verify
 from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION, check_split, seeded_rng, split_held_out
 
@@ -51,7 +50,7 @@ class PromptsTooLong(KeelError):
 class Dataset(Task):
     """Training and held-out problems from data.
 
-    Each epoch visits the training problems once, in a new order. `notes` says how the data were read.
+    Each epoch visits the training problems once, in a new order. `notes` describe how the data were read.
     """
 
     name: str
@@ -210,7 +209,7 @@ def split(
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Return training problems, held-out problems and notes. Held-out problems are removed from the training data.
 
-    `has_eval_path` says whether the task has that option, for the error about too few problems.
+    `has_eval_path` is whether the task has that option, for the error about too few problems.
     """
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
     if not is_number or held_out < 0 or (held_out > 1 and held_out != int(held_out)):

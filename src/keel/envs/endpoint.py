@@ -1,7 +1,7 @@
 """The HTTP endpoint of a model: token ids and sampling parameters in, token ids and log-probabilities out.
 
-The protocol is that of vLLM's `/inference/v1/generate`, as far as the client of the package `renderers` uses it. What
-samples is the caller's `answer`.
+It implements the part of vLLM's `/inference/v1/generate` that the client of the package `renderers` uses. The caller's
+`answer` samples.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 SECRET = "KEEL_SERVE_SECRET"  # environment variable of the secret
-MAX_BODY = 16 * 2**20  # bytes of a request: more than a million token ids
+MAX_BODY = 16 * 2**20  # bytes of a request, enough for a million token ids
 
 
 class Noise(Options):
-    """The key of a request's noise; `position` is the number of tokens that this key has already drawn."""
+    """The key of a request's noise; `position` is the number of tokens already drawn with this key."""
 
     seed: Int = 0
     attempt: Int = 0
@@ -56,7 +56,7 @@ class SamplingBody(Options):
     ignore_eos: Flag = False
     seed: Int | None = None
     keel: Noise | None = None
-    # What clients send and what this protocol has one answer to.
+    # Options that clients send and for which only one value is supported.
     n: Literal[1] = 1
     logprobs: Literal[0, 1] = 1
     skip_special_tokens: Flag = False
@@ -87,12 +87,12 @@ Answer = Callable[[GenerateBody], Awaitable[Completion]]
 
 
 class Unavailable(Exception):
-    """The endpoint cannot answer now: it is full, or shutting down."""
+    """The endpoint cannot answer now, because it is full or shutting down."""
 
 
 @dataclass(frozen=True)
 class ModelAccess:
-    """What a task that plays its own episodes gets: a model behind an endpoint, and how to talk to it.
+    """A model behind an endpoint, for a task that plays its own episodes.
 
     `sampling` are the sampling parameters of each request. `renderer` turns messages into tokens, as
     `keel.rollout.render.Renderer` does.
@@ -130,7 +130,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve on a free port of the loopback interface, in this event loop; gives the address."""
+        """Serve on a free port of the loopback interface, in this event loop; yields the address."""
         import uvicorn
 
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -202,7 +202,7 @@ class TooLarge(KeelError):
 
 
 def context_exceeded(tokens: int, context: int) -> KeelError:
-    """The refusal of a context that leaves no room; clients know an overflow by its words."""
+    """The error for a context that is too long; clients recognise it by the words of the message."""
     return KeelError(f"request.token_ids has {tokens} tokens: the maximum context length is {context}")
 
 

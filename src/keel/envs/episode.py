@@ -39,7 +39,7 @@ class Episode:
         return {}
 
     def turn_notes(self) -> Sequence[str]:
-        """One text a turn for `keel show` and the report, such as its calls, its reward or the state after it."""
+        """One text per turn for `keel show` and the report, such as its calls, its reward or the state after it."""
         return ()
 
     def close(self) -> Any:
@@ -48,11 +48,11 @@ class Episode:
 
 @dataclass(frozen=True)
 class PlayedEpisode(Episode):
-    """A finished episode that called the model by itself.
+    """A finished episode that called the model through an endpoint.
 
-    `branches` are its contexts as (tokens, whether the model sampled each): several if its program rewrote the history,
-    the one that it ended with last. `text` is what followed the prompt in that one, `turns` the model's turns in it,
-    `stop` is `turns` if the number of turns ended it. `failure` says why the episode has no reward.
+    `branches` are its contexts as (tokens, whether the model sampled each): several if its program rewrote the history;
+    the last one is the final context. `text` is what follows the prompt there, `turns` are the model's turns there.
+    `stop` is `turns` if the turn limit ended the episode. `failure` is the reason for a missing reward.
     """
 
     branches: Sequence[tuple[Sequence[int], Sequence[bool]]] = ()

@@ -1,7 +1,7 @@
-"""What the adapters to other packages' environments share: episodes, their randomness, demonstrations, problems.
+"""The base of adapters to other packages' environments: episodes, their randomness, demonstrations, problems.
 
-An adapter derives from `Game`. Where environments make their own problems, they are a `SeededTask`: a problem is a
-seed, and the first observation under it is the prompt. Where they are given problems, they are a `GivenTask`.
+An adapter derives from `Game`. Environments that make their own problems are a `SeededTask`: a problem is a seed, and
+the first observation with this seed is the prompt. Environments that take problems of another task are a `GivenTask`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-from keel.base.errors import KeelError, first_line, nearest
+from keel.base.errors import KeelError, did_you_mean, first_line
 from keel.base.imports import import_object
 from keel.base.types import Message, Problem, Reward
 from keel.envs.base import Task, TaskWrapper
@@ -24,18 +24,18 @@ from keel.envs.episode import Episode, close_sync, run_sync, step_sync
 from keel.envs.problems import held_out_problems, seeded_rng, training_problems
 
 SEEDS = 2**31
-LONGEST_GAME = 1000  # turns of a player after which its game counts as endless
+LONGEST_GAME = 1000  # a demonstration's game with more turns counts as endless
 LOCK_PATIENCE_S = 10.0
-NOTED_CHARACTERS = 2000  # of an environment's answer in the notes of a turn
+NOTED_CHARACTERS = 2000  # characters of an environment's answer in the notes of a turn
 
 Messages = Sequence[Message]
-Player = Callable[[Any, str], str]  # the package's environment and the last observation, to the next turn
+Player = Callable[[Any, str], str]  # maps the package's environment and the last observation to the next turn
 View = Callable[[str], str]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an environment answers to a turn: its messages, the reward of this turn, whether the episode is over."""
+class TurnResult:
+    """An environment's answer to a turn: its messages, the reward of this turn, whether the episode is over."""
 
     messages: Messages
     reward: float = 0.0
@@ -43,23 +43,23 @@ class Outcome:
 
 
 class Game:
-    """One environment of a package; `env` is the package's own object, which players may look into.
+    """One environment of a package; `env` is the package's own object, which players may read.
 
-    Those behind a server (`RemoteEpisode`) have coroutine functions `reset`, `step` and `close`.
+    For environments behind a server (`RemoteEpisode`), `reset`, `step` and `close` are coroutine functions.
     """
 
     env: Any
 
     def reset(self, problem: Problem) -> Any:
-        """Begin the episode of a problem; returns the first observation, as the prompt's `Messages`."""
+        """Start the episode of a problem; returns the first observation, as the prompt's `Messages`."""
         raise NotImplementedError
 
     def step(self, text: str) -> Any:
-        """Play one turn of the model; returns an `Outcome`."""
+        """Play one turn of the model; returns a `TurnResult`."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, float]:
-        """Figures of the environment's own, which are logged."""
+        """The environment's own metrics, which are logged."""
         return {}
 
     def close(self) -> Any:
@@ -67,10 +67,10 @@ class Game:
 
 
 class RandomStream:
-    """The streams of `random` and of `numpy.random` as one environment sees them, seeded by `parts`.
+    """Random streams of one environment in place of the global `random` and `numpy.random`, seeded by `parts`.
 
-    Many environments draw from these global streams. Inside `with` they are this stream's; afterwards they are again
-    what they were. So an episode repeats, whatever runs between its turns.
+    Many environments draw from the global streams. Inside `with` these have this object's state; afterwards their old
+    state is restored. An episode is therefore reproducible, whatever runs between its turns.
     """
 
     _lock = threading.Lock()
@@ -84,7 +84,7 @@ class RandomStream:
 
     def __enter__(self) -> None:
         lock = RandomStream._lock
-        if not lock.acquire(timeout=LOCK_PATIENCE_S):  # a hanging call has the lock: other calls use a new one
+        if not lock.acquire(timeout=LOCK_PATIENCE_S):  # a hanging call holds the lock: other calls use a new one
             lock = RandomStream._lock = threading.Lock()
             lock.acquire()
         self._held = lock
@@ -112,10 +112,10 @@ def _set_states(states: tuple[Any, Any]) -> None:
 
 
 class GameEpisode(Episode):
-    """One episode of a game: its reward is the sum of what its turns earned, and `correct` from `success` on.
+    """One episode of a game: its reward is the sum over its turns, and it is `correct` if that is at least `success`.
 
-    `opening` are the messages that the model reads first, `observation` is the text of the last ones, and `schemas` are
-    the tools that the prompt offers.
+    `opening` are the first messages for the model, `observation` is the text of the last ones, and `schemas` are those
+    of the prompt's tools.
     """
 
     schemas: Sequence[Mapping[str, Any]] = ()
@@ -126,7 +126,7 @@ class GameEpisode(Episode):
         self.opening, self.observation = list[Message](), ""
         self.random = RandomStream(task.name, task.identity(problem))
         with self.random:
-            self.game = task.game(problem)
+            self.game = task.make(problem)
 
     def begin(self) -> Any:
         """Reset the game."""
@@ -139,12 +139,12 @@ class GameEpisode(Episode):
         return self.seen(outcome)
 
     def see(self, messages: Messages) -> None:
-        """Keep the first observation."""
+        """Store the first observation."""
         self.opening = self.task.viewed(messages)
         self.observation = _text(self.opening)
 
-    def seen(self, outcome: Outcome) -> Messages | str | None:
-        """Count what a turn earned; what the model reads next, or None."""
+    def seen(self, outcome: TurnResult) -> Messages | str | None:
+        """Add a turn's reward; returns the next messages for the model, or None."""
         self.total += float(outcome.reward)
         unread = _text(outcome.messages) if outcome.over or self.task.view else ""
         self._notes.append(f"reward {outcome.reward:g}\n{unread[:NOTED_CHARACTERS]}".strip())
@@ -161,7 +161,7 @@ class GameEpisode(Episode):
         return self.game.counts()
 
     def turn_notes(self) -> list[str]:
-        """What each turn earned, and the environment's answer where the model does not read it as it is."""
+        """Each turn's reward, and the environment's answer if the model gets it changed or not at all."""
         return self._notes
 
     def close(self) -> Any:
@@ -169,7 +169,7 @@ class GameEpisode(Episode):
 
 
 class RemoteEpisode(GameEpisode):
-    """An episode of an environment behind a server. It begins with its first step, so that it waits beside others."""
+    """An episode of an environment behind a server. The first step starts it, so that episodes start concurrently."""
 
     async def begin(self) -> None:
         self.see(await self.game.reset(self.problem))
@@ -180,7 +180,7 @@ class RemoteEpisode(GameEpisode):
             self.task.check_opening(self)
         outcome = await self.game.step(text)
         if outcome.over:
-            await self.game.close()  # servers limit how many episodes are open
+            await self.game.close()  # servers limit the number of open episodes
         return self.seen(outcome)
 
     async def close(self) -> None:
@@ -188,28 +188,25 @@ class RemoteEpisode(GameEpisode):
 
 
 class GameTask(Task):
-    """A task whose episodes are games. `player` gives demonstrations, `view` what the model reads of an observation."""
+    """A task whose episodes are games. `player` gives demonstrations, `view` converts observations for the model."""
 
+    make: Callable[[Problem], Game]  # the environment of a problem, not reset yet
     player: Player | None
     view: View | None
     success: float
     kind: type[GameEpisode]
-    advice: str  # behind the line that says why an environment does not start
+    advice: str  # appended to the error of an environment that does not start
 
     @property
     def trusted(self) -> bool:
-        return False  # environments are others' code
+        return False  # environments are third-party code
 
     @property
     def prompts_only(self) -> bool:
         return False
 
-    def game(self, problem: Problem) -> Game:
-        """The environment of a problem, not reset yet."""
-        raise NotImplementedError
-
     def identity(self, problem: Problem) -> str:
-        """The key of the random state of a problem's episodes; problems' keys change in mixtures."""
+        """The key of the random state of a problem's episodes; unlike the problem's key it is the same in mixtures."""
         raise NotImplementedError
 
     def start(self, problem: Problem) -> Episode:
@@ -226,7 +223,7 @@ class GameTask(Task):
         return episode
 
     def check_opening(self, episode: GameEpisode) -> None:
-        """Refuse an episode that does not begin with its problem's prompt."""
+        """Refuse an episode whose first observation is not its problem's prompt."""
         if episode.opening != episode.problem.prompt:
             raise KeelError(f"{self.name} began {episode.problem.key!r} with another observation than its prompt")
 
@@ -235,15 +232,12 @@ class GameTask(Task):
 
     def gold_turns(self, problem: Problem) -> list[str]:
         """The turns of `player`, played on a new episode."""
-        if self.player is None:
-            raise KeelError(
-                f"{self.name} has no gold answer: give task.player=module:attr for a warm start and keel check-task"
-            )
+        player = required_player(self.name, self.player)
         own, turns = RandomStream(self.name, "player", self.identity(problem)), list[str]()
-        with self._begun(problem) as episode:
+        with self._opened(problem) as episode:
             while len(turns) < LONGEST_GAME:
                 with own:
-                    turns.append(self.player(episode.game.env, episode.observation))
+                    turns.append(player(episode.game.env, episode.observation))
                 if step_sync(episode, turns[-1]) is None:
                     return turns
         raise KeelError(f"{self.name}: the game of task.player is not over after {LONGEST_GAME} turns")
@@ -251,7 +245,7 @@ class GameTask(Task):
     def opened(self, problem: Problem) -> Problem:
         """The problem with the first observation of its episodes as its prompt, and their tools."""
         try:
-            with self._begun(problem) as episode:
+            with self._opened(problem) as episode:
                 return replace(problem, prompt=episode.opening, tools=episode.schemas)
         except KeelError:
             raise
@@ -260,7 +254,7 @@ class GameTask(Task):
             raise KeelError(f"{self.name} does not start: {cause}{self.advice}") from error
 
     @contextmanager
-    def _begun(self, problem: Problem) -> Iterator[GameEpisode]:
+    def _opened(self, problem: Problem) -> Iterator[GameEpisode]:
         episode = self.kind(self, problem)
         try:
             run_sync(episode.begin)
@@ -269,13 +263,13 @@ class GameTask(Task):
             close_sync(episode)
 
     def viewed(self, messages: Messages) -> list[Message]:
-        """The messages as the model reads them."""
+        """The messages after `view`."""
         return [{**m, "content": self.view(m["content"])} if self.view else dict(m) for m in messages]
 
 
 @dataclass(frozen=True)
 class SeededTask(GameTask):
-    """Problems are seeds; a hash of the seed decides which are held out. `make` makes the environment of a problem."""
+    """Problems are seeds; a hash of the seed decides which are held out. `make` builds the environment of a problem."""
 
     name: str
     make: Callable[[Problem], Game]
@@ -292,29 +286,26 @@ class SeededTask(GameTask):
         return [self.opened(problem) for problem in drawn]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of seeds that training never draws."""
+        """A fixed set of seeds that `sample` never returns."""
         drawn = held_out_problems(_draw, count, seeded_rng(self.name, "held-out", seed))
         return [self.opened(problem) for problem in drawn]
-
-    def game(self, problem: Problem) -> Game:
-        return self.make(problem)
 
     def identity(self, problem: Problem) -> str:
         return str(problem.info["seed"])
 
     def check(self) -> None:
-        """Refuse an environment that cannot start, or that begins anew in another way under the same seed."""
+        """Refuse an environment that does not start, or whose first observation is not determined by the seed."""
         problem = Problem("0", "", info={"seed": 0})
         if self.opened(problem) != self.opened(problem):
             raise KeelError(
-                f"{self.name} gives another first observation under the same seed: its problems cannot be repeated, "
-                "so no group of completions could share one"
+                f"{self.name} gives different first observations for the same seed, so the completions of a group "
+                "would have different problems"
             )
 
 
 @dataclass(frozen=True)
 class GivenTask(GameTask, TaskWrapper):
-    """The problems of `inner`, played in an environment that `make` makes of them.
+    """The problems of `inner`, played in the environments that `make` builds from them.
 
     `info["asked"]` is a problem's own prompt.
     """
@@ -329,29 +320,26 @@ class GivenTask(GameTask, TaskWrapper):
     advice: str = ""
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """The task's own problems, as the environment presents them."""
+        """The inner task's problems, with the environment's first observation as the prompt."""
         return [self.opened(problem) for problem in self.inner.sample(count, seed=seed, step=step)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
         return [self.opened(problem) for problem in self.inner.held_out(count, seed=seed)]
 
-    def game(self, problem: Problem) -> Game:
-        return self.make(problem)
-
     def identity(self, problem: Problem) -> str:
-        return str(asked(problem))
+        return str(inner_prompt(problem))
 
     def opened(self, problem: Problem) -> Problem:
         opened = super().opened(problem)
-        return replace(opened, info={**problem.info, "asked": asked(problem)})
+        return replace(opened, info={**problem.info, "asked": inner_prompt(problem)})
 
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """What fits as the environment presents it."""
+        """Filter problems by the environment's prompt."""
         return TaskWrapper.filter_problems(self, lambda problem: fits(self.opened(problem)))
 
 
-def asked(problem: Problem) -> str | Messages:
-    """The prompt of a `GivenTask`'s problem before the environment presented it."""
+def inner_prompt(problem: Problem) -> str | Messages:
+    """The inner task's prompt of a `GivenTask`'s problem."""
     own: str | Messages = problem.info.get("asked", problem.prompt)
     return own
 
@@ -359,6 +347,13 @@ def asked(problem: Problem) -> str | Messages:
 def _draw(rng: random.Random) -> tuple[str, Problem]:
     seed = rng.randrange(SEEDS)
     return str(seed), Problem(str(seed), "", info={"seed": seed})
+
+
+def required_player(task: str, player: Player | None) -> Player:
+    """The player of demonstrations; an error without one."""
+    if player is None:
+        raise KeelError(f"{task} has no gold answer: give task.player=module:attr for a warm start and keel check-task")
+    return player
 
 
 def _text(messages: Messages) -> str:
@@ -371,7 +366,7 @@ def users(text: str) -> list[Message]:
 
 
 def need(module: str, what: str, extra: str) -> Any:
-    """The package of an environment, imported now."""
+    """Import the package of an environment."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -382,11 +377,10 @@ def check_known(package: str, environment: str, known: Iterable[str], listing: s
     """Refuse a name that the package does not register; there are too many to list them all."""
     names = list(known)
     if environment not in names:
-        near = nearest(environment, names)
-        hint = f"did you mean {near}? " if near else ""
+        hint = did_you_mean(environment, names)
         raise KeelError(f"{package} has no environment {environment!r}: {hint}{listing} lists its {len(names)}")
 
 
 def imported(option: str, spec: str | None) -> Any:
-    """The user's function, None where none is named."""
+    """The user's function; None if none is named."""
     return None if spec is None else import_object(spec, f"task.{option}")

@@ -9,10 +9,9 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem, Reward
-from keel.envs.answers import last_number, plain_number
+from keel.envs.answers import has_math_verify, last_number, math_equal, plain_number
 from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
-from keel.envs.maths import has_math_verify, math_equal
 from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.rows import BrokenRow, handle_broken_rows

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from keel.base.certificates import certificates
 from keel.base.errors import KeelError
+from keel.base.json_http import certificates
 from keel.base.redact import UnsetVariable, expand_env
 from keel.base.types import Problem
-from keel.envs.games import Game, Messages, Outcome, RemoteEpisode, SeededTask, imported, users
+from keel.envs.games import Game, Messages, RemoteEpisode, SeededTask, TurnResult, imported, users
 from keel.envs.problems import is_held_out
 from keel.envs.rewards.http import shown
 
 if TYPE_CHECKING:
     import httpx2
 
-MAX_BYTES = 1 << 20  # of an answer
-RETRIES = 2  # of `reset` alone: a repeated `step` could be played twice
+MAX_BYTES = 1 << 20  # bytes of an answer
+RETRIES = 2  # attempts of `reset` only: a repeated `step` could be played twice
 BACKOFF_S = 0.5
 CLOSE_S = 5.0
 IDLE_S = 2.0
@@ -34,13 +34,13 @@ class ServerFailed(Exception):
     """A server cannot be reached, or does not follow the protocol; the message names its URL."""
 
 
-class Unavailable(ServerFailed):
+class ServerUnavailable(ServerFailed):
     """The same request may succeed later."""
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where an environment is, and how to ask it."""
+class EnvironmentServer:
+    """An environment's server, and the connections to it."""
 
     url: str
     headers: Mapping[str, str]
@@ -49,7 +49,7 @@ class Server:
     _clients: Any = field(default_factory=weakref.WeakKeyDictionary, repr=False, compare=False)  # by event loop
 
     def client(self) -> httpx2.AsyncClient:
-        """The client of this event loop. It uses no connection that was idle for long: the server may be closing it."""
+        """The client of this event loop. It does not reuse long-idle connections, which the server may be closing."""
         import httpx2
 
         loop = asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class Server:
         return self._clients[loop]
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request; the time limit and the size limit are those of the whole answer."""
+        """The answer to one request; the time and size limits cover the whole answer."""
         import httpx2
 
         where, data = f"{shown(self.url)}/{path}", b""
@@ -78,13 +78,13 @@ class Server:
                     if len(data) > MAX_BYTES:
                         raise ServerFailed(f"{where} answered more than 1 MiB")
         except (TimeoutError, httpx2.TimeoutException):
-            raise Unavailable(f"{where} did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
+            raise ServerUnavailable(f"{where} did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
         except httpx2.RequestError as error:
-            raise Unavailable(f"{where} cannot be reached: {error or type(error).__name__}") from error
+            raise ServerUnavailable(f"{where} cannot be reached: {error or type(error).__name__}") from error
         if response.is_redirect:
             raise ServerFailed(f"{where} redirects, which is not followed: set task.url to the environment's address")
         if response.status_code != 200:
-            kind = Unavailable if response.status_code == 429 or response.status_code >= 500 else ServerFailed
+            kind = ServerUnavailable if response.status_code == 429 or response.status_code >= 500 else ServerFailed
             raise kind(f"{where} answered with status {response.status_code}")
         try:
             answer = json.loads(data)
@@ -98,28 +98,28 @@ class Server:
 class HttpGame(Game):
     """One episode on a server; `env` is the server's last answer."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: EnvironmentServer) -> None:
         self.server, self.turns = server, 0
         self.id: str | None = None
         self.env: dict[str, Any] = {}
         self.metrics: dict[str, float] = {}
 
     async def reset(self, problem: Problem) -> Messages:
-        """Begin an episode; a server that is unavailable is asked again."""
+        """Start an episode; the request is repeated if the server is unavailable."""
         seed = problem.info["seed"]
         body = {"seed": seed, "held_out": is_held_out(str(seed)), "params": dict(self.server.params)}
         for attempt in range(RETRIES + 1):
             try:
                 self.env = await self.server.ask("reset", body)
                 break
-            except Unavailable:
+            except ServerUnavailable:
                 if attempt == RETRIES:
                     raise
                 await asyncio.sleep(BACKOFF_S * 2**attempt)
         self.id = _checked(self.env, "id", str, "a text")
         return _messages(self.env)
 
-    async def step(self, text: str) -> Outcome:
+    async def step(self, text: str) -> TurnResult:
         self.turns += 1
         body = {"id": self.id, "turn": self.turns, "text": text}
         self.env = answer = await self.server.ask("step", body)
@@ -129,13 +129,13 @@ class HttpGame(Game):
             raise ServerFailed(f"reward is {reward!r}, not a finite number")
         metrics = _checked(answer, "metrics", dict, "an object", {})
         self.metrics = {f"env/{name}": float(value) for name, value in metrics.items()}
-        return Outcome(() if over else _messages(answer), float(reward), over)
+        return TurnResult(() if over else _messages(answer), float(reward), over)
 
     def counts(self) -> Mapping[str, float]:
         return self.metrics
 
     async def close(self) -> None:
-        """Tell the server, which may be gone."""
+        """Close the episode on the server; errors are ignored."""
         name, self.id = self.id, None
         if name is not None:
             with suppress(ServerFailed, TimeoutError):
@@ -152,15 +152,15 @@ def http(
     success: float = 1.0,
     **params: Any,
 ) -> SeededTask:
-    """An environment behind `url`, with parameters of its own beside these.
+    """An environment behind `url`, which takes the other parameters.
 
     `url` and `headers` may contain environment variables: `{Authorization: Bearer $ENV_TOKEN}`. `timeout_s` limits each
     request. `player` and `view` are functions, `module:attr`: `player(answer, observation)` gives the next turn of a
-    demonstration out of the server's last answer, `view(text)` what the model reads of an observation. Rewards that add
-    up to `success` count as correct.
+    demonstration from the server's last answer, `view(text)` the text that the model gets of an observation. Rewards
+    that add up to `success` count as correct.
     """
     check_address(url, headers, timeout_s)
-    server = Server(url.rstrip("/"), headers or {}, timeout_s, params)
+    server = EnvironmentServer(url.rstrip("/"), headers or {}, timeout_s, params)
     task = SeededTask(
         "http",
         lambda problem: HttpGame(server),
@@ -175,7 +175,7 @@ def http(
 
 
 def check_address(url: str, headers: Mapping[str, str] | None, timeout_s: float) -> None:
-    """Refuse an address that cannot be one, a variable that is not set, and a limit that is none."""
+    """Refuse an invalid URL, an unset environment variable, and a time limit that is not positive."""
     expanded(headers)
     parts = urlsplit(expanded_text(url, "url"))
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -185,12 +185,12 @@ def check_address(url: str, headers: Mapping[str, str] | None, timeout_s: float)
 
 
 def expanded(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Headers with their environment variables, so that configurations contain no secrets."""
+    """Headers with environment variables expanded, so that configurations contain no secrets."""
     return {name: expanded_text(value, "headers") for name, value in (headers or {}).items()}
 
 
 def expanded_text(text: str, option: str) -> str:
-    """A text with its environment variables."""
+    """A text with environment variables expanded."""
     try:
         return expand_env(text)
     except UnsetVariable as error:

@@ -1,4 +1,4 @@
-"""Run rewards over a group. Failures of user functions are recorded and handled as reward.on_error says."""
+"""Run rewards over a group. Failures of user functions are recorded and handled by `reward.on_error`."""
 
 from __future__ import annotations
 

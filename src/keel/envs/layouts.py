@@ -100,7 +100,7 @@ def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, lis
         candidates = [name for name in ANSWERS if name != prompt and _has(rows, name)] if answer == ANSWER else []
         alone = answer == ANSWER and names == ("prompt",)  # TRL's prompt-only data
         if not candidates and not is_conversation and not alone:
-            raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts alone")
+            raise _missing(rows, "answer", answer, ", or data.columns.answer=null for prompts without answers")
         answer, last_turn = (candidates[0], False) if candidates else (None, not alone)
         source_of_answers = "answers from the conversations' last turns" if last_turn else "no answers"
         chosen.append(f"answers from {answer!r}" if answer else source_of_answers)
@@ -174,7 +174,7 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
         content = _content(turn.get("content")) if isinstance(turn, Mapping) else None
         if content is None or not isinstance(turn.get("role"), str):
             return None
-        # parquet fills absent keys with null
+        # parquet stores absent keys as null
         turns.append({k: v for k, v in {**turn, "content": content}.items() if v is not None})
     return turns
 

@@ -131,7 +131,7 @@ class McpServer:
                 limit.reschedule(None)
                 opened.set_result((client, tools))
                 await self.loop.create_future()
-        except BaseException as error:  # a failure is an exception group, a shutdown a cancellation
+        except BaseException as error:  # a failure raises an exception group, a shutdown a cancellation
             if self._opened is opened:
                 self._opened = None
             if not opened.done():

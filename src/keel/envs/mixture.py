@@ -65,9 +65,9 @@ class Mixture(Task):
         return replace(self, tasks=tasks), sum(result[1] for result in filtered if result is not None)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems in proportion to the weights; a share that is no whole number is rounded at random.
+        """Training problems in proportion to the weights; fractional shares are rounded at random.
 
-        A task is always asked for its largest share, since data count their epochs in steps of equal size.
+        Each task draws its largest share at every step, since data tasks count epochs in steps of equal size.
         """
         rng, total = seeded_rng("mixture", "train", seed, step), sum(map(Fraction, self.weights))
         largest = [math.ceil(count * Fraction(weight) / total) for weight in self.weights]

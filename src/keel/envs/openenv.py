@@ -9,12 +9,12 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_import_path
 from keel.base.types import Problem
-from keel.envs.games import Game, Messages, Outcome, RemoteEpisode, SeededTask, imported, need, users
+from keel.envs.games import Game, Messages, RemoteEpisode, SeededTask, TurnResult, imported, need, users
 from keel.envs.http import check_address, expanded, expanded_text
 
-BASE = ("reward", "done", "metadata")  # fields of every observation, beside the environment's own
-MAX_MIB = 1.0  # of an answer
-INVALID = "VALIDATION_ERROR"  # the server's code for an action that does not fit its class
+BASE = ("reward", "done", "metadata")  # fields that every observation has, in addition to the environment's own
+MAX_MIB = 1.0  # bytes of an answer
+INVALID = "VALIDATION_ERROR"  # the server's error code for an action that does not fit its class
 
 
 class OpenEnvGame(Game):
@@ -39,27 +39,24 @@ class OpenEnvGame(Game):
         self.session = self.client._ws
         return users(self.text(self.env.observation))
 
-    async def step(self, text: str) -> Outcome:
-        """Play one turn. An action that the server's class refuses is told, since a model may write anything."""
-        outcome: Outcome
+    async def step(self, text: str) -> TurnResult:
+        """Play one turn. The model gets a message for an action that the server's class refuses."""
         try:
             self.env = result = await self._answer(self.client.step(self.action(text)))
         except RuntimeError as error:
             if INVALID not in str(error):
                 raise
             self.invalid += 1
-            outcome = Outcome(users("invalid action"))
-        else:
-            over = bool(result.done)
-            outcome = Outcome(() if over else users(self.text(result.observation)), float(result.reward or 0.0), over)
-        return outcome
+            return TurnResult(users("invalid action"))
+        messages = () if result.done else users(self.text(result.observation))
+        return TurnResult(messages, float(result.reward or 0.0), bool(result.done))
 
-    async def _answer(self, asked: Awaitable[Any]) -> Any:
+    async def _answer(self, request: Awaitable[Any]) -> Any:
         try:
-            return await asked
+            return await request
         except TimeoutError:
             raise TimeoutError(f"the server did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
-        finally:  # a client that lost its connection connects again by itself, to a new environment
+        finally:  # a client that lost its connection reconnects by itself, to a new environment
             if self.session is not None and self.client._ws not in (None, self.session):
                 raise ConnectionError("the connection was lost, and the episode with it")
 
@@ -81,10 +78,10 @@ def openenv(
     success: float = 1.0,
     **params: Any,
 ) -> SeededTask:
-    """An environment behind an openenv server at `url`, with parameters of its `reset` beside these.
+    """An environment behind an openenv server at `url`; the other parameters are those of its `reset`.
 
-    `action` is the action's field that gets the model's turn, or a function, `module:attr`, of the turn. `observation`
-    is the field that the model reads, or a function of the observation; by default it reads all fields as JSON.
+    `action` is the action's field for the model's turn, or a function, `module:attr`, of the turn. `observation` is the
+    field that the model gets, or a function of the observation; by default it gets all fields as JSON.
     `client` is a class, `module:attr`, of an environment's own client. `headers` may contain environment variables.
     `player(result, observation)` gives the next turn of a demonstration. Rewards that add up to `success` count as
     correct.
@@ -110,8 +107,8 @@ def openenv(
             return str(own_text(seen))
         fields = seen if isinstance(seen, Mapping) else seen.model_dump()
         if observation is None:
-            told = {name: value for name, value in fields.items() if name not in BASE}
-            return json.dumps(told, ensure_ascii=False, sort_keys=True, default=str)
+            own = {name: value for name, value in fields.items() if name not in BASE}
+            return json.dumps(own, ensure_ascii=False, sort_keys=True, default=str)
         if observation not in fields:
             raise KeelError(f"task.observation is {observation!r}: the environment has {', '.join(fields)}")
         return str(fields[observation])

@@ -1,7 +1,7 @@
-"""A program against its tests: what is run where, and what counts as passed.
+"""Run a program against its tests, and decide what counts as passed.
 
-No verdict is ever taken from the process of the program. What it prints is compared here; what its functions return
-crosses as data and is compared here, or in the process of the test, in which nothing of the program runs.
+The program's process never decides whether a test passes. Its output is compared here. Return values of its functions
+are sent as data and compared here, or in the test's process, which runs nothing of the program.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from keel.envs.sandbox_worker import encode
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _SHOWN = 200  # characters of an output or a value
 NO_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
-_DEEPEST = 100  # lists within lists of a value that is compared
-_REMEMBERED = 32 * 2**20  # characters of the outcomes that are kept
-_PARTS = ("correct", "passed")  # of a reward, which no test may be named
+_DEEPEST = 100  # maximum nesting of a compared value
+_REMEMBERED = 32 * 2**20  # bytes of cached outcomes
+_PARTS = ("correct", "passed")  # names of reward parts, which a test must not have
 FORMS = "a text of asserts, {stdin, stdout}, {call, args, returns} or {code}"
 _KEYS = ({"stdin", "stdout"}, {"call", "args", "returns"}, {"code"})
 
 
 @dataclass(frozen=True)
 class CaseOutcome:
-    """One test: its name, whether it passed, and what happened, in a line. `kind` is the error's type, if any."""
+    """The outcome of one test: its name, whether it passed, and a line of explanation. `kind` is the error's type."""
 
     name: str
     passed: bool
@@ -55,14 +55,14 @@ class CaseOutcome:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of a completion, of Python where one says so; without any, the whole text."""
+    """The last fenced block of a completion, marked as Python if there is one; the whole text without a block."""
     blocks = _blocks(text)
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     return str((python or [code for _, code in blocks] or [text])[-1])
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the text of each fenced block; the last may be without an end."""
+    """The language and the text of each fenced block; the last one may be unclosed."""
     blocks, language, lines = list[tuple[str, str]](), None, list[str]()
     for line in text.split("\n"):
         before, fence, after = line.partition("```")
@@ -78,34 +78,36 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def check_tests(value: Any) -> list[dict[str, Any]]:
-    """Tests as written in data, each as an object; a ValueError says what is wrong with them."""
+    """The tests of a data row, each as an object; a ValueError if they are invalid."""
     tests = value
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             tests = json.loads(value)
         except ValueError as error:
-            raise ValueError(f"the tests are no JSON: {error}") from None
+            raise ValueError(f"the tests are not JSON: {error}") from None
     tests = [tests] if isinstance(tests, str | Mapping) else tests
     if not isinstance(tests, Sequence) or not any(tests):
         raise ValueError(f"there are no tests: give a list, each {FORMS}")
     checked = []
     for number, test in enumerate(tests, start=1):
         entry = {"code": test} if isinstance(test, str) else dict(test) if isinstance(test, Mapping) else {}
-        calls = entry.get("call") is not None  # parquet fills absent keys with null
+        calls = entry.get("call") is not None  # parquet stores absent keys as null
         entry = {key: item for key, item in entry.items() if item is not None or (calls and key == "returns")}
         optional = {"name", "setup", "remote"} if "code" in entry else {"name"}
         if entry.keys() - optional not in _KEYS:
-            raise ValueError(f"test {number} is {str(test)[:80]!r}: give {FORMS}, and a name if you like")
+            raise ValueError(f"test {number} is {str(test)[:80]!r}: give {FORMS}, and optionally a name")
         if entry.get("name") in _PARTS:
-            raise ValueError(f"test {number} is named {entry['name']}, as a part of every reward: give another name")
+            raise ValueError(
+                f"test {number} is named {entry['name']}, which is a part of every reward: give another name"
+            )
         checked.append(entry)
     return checked
 
 
 def run_tests(program: str, tests: Sequence[Mapping[str, Any]], limits: SandboxLimits) -> tuple[CaseOutcome, ...]:
-    """The outcome of every test; the same program, tests and limits are run once, unless a test ran out of time.
+    """The outcome of every test, cached by program, tests and limits unless a test ran out of time.
 
-    A test after one that ran out of time has not passed, and is not begun any more.
+    After a test that ran out of time, the remaining tests are not run and count as failed.
     """
     text = json.dumps(tests, sort_keys=True)
     key = hashlib.sha256(json.dumps([program, text, repr(limits)]).encode()).digest()
@@ -118,7 +120,7 @@ def run_tests(program: str, tests: Sequence[Mapping[str, Any]], limits: SandboxL
 
 
 class _Memory:
-    """Outcomes by what was run, the latest used; it is limited by their size."""
+    """A least-recently-used cache of outcomes, limited by their size."""
 
     def __init__(self, most: int) -> None:
         self.most, self.size = most, 0
@@ -141,13 +143,13 @@ class _Memory:
 
 
 def _size(outcomes: tuple[CaseOutcome, ...]) -> int:
-    """About the bytes of outcomes: their texts, and their objects."""
+    """The approximate bytes of outcomes: their texts and objects."""
     return sum(500 + len(o.name) + len(o.shown) + len(o.kind) for o in outcomes)
 
 
 _memory = _Memory(_REMEMBERED)
 Result = TypeVar("Result")
-Late = set[int]  # numbers of tests that ran out of time, shared by the threads of one program
+Late = set[int]  # indices of tests that ran out of time, shared by the threads of one program
 
 
 def _run(program: str, tests: Sequence[Mapping[str, Any]], limits: SandboxLimits) -> tuple[CaseOutcome, ...]:
@@ -176,15 +178,15 @@ def _is_over(number: int, late: Late) -> bool:
 
 
 def _not_run(test: Mapping[str, Any]) -> CaseOutcome:
-    return CaseOutcome(_name(test), False, f"{_asked(test)}: not run", "timeout")
+    return CaseOutcome(_name(test), False, f"{_short_name(test)}: not run", "timeout")
 
 
 def _name(test: Mapping[str, Any]) -> str:
     return str(test.get("name", ""))
 
 
-def _asked(test: Mapping[str, Any]) -> str:
-    """A test in a few words."""
+def _short_name(test: Mapping[str, Any]) -> str:
+    """A short description of a test."""
     if "stdin" in test:
         return f"input {_short(test['stdin'])}"
     if "call" in test:
@@ -203,7 +205,7 @@ def _cut(text: str) -> str:
 def _printed(
     box: Sandbox, program: str, number: int, test: Mapping[str, Any], late: Late
 ) -> list[tuple[int, CaseOutcome]]:
-    """The program run from its start to its end on an input: lines are compared, spaces at their ends aside."""
+    """Run the program on an input; its output is compared by line, without trailing spaces."""
     if _is_over(number, late):
         return [(number, _not_run(test))]
     with box.program() as process:
@@ -215,7 +217,7 @@ def _printed(
     what = f"printed {_short(answer.output)}" + (f", {answer.error}" if answer.error else "")
     what += f", errors {_short(answer.errors)}" if answer.errors else ""
     expected = "" if right else f", expected {_short(test['stdout'])}"
-    return [(number, CaseOutcome(_name(test), right, f"{_asked(test)}: {what}{expected}", answer.kind))]
+    return [(number, CaseOutcome(_name(test), right, f"{_short_name(test)}: {what}{expected}", answer.kind))]
 
 
 def _lines(text: str) -> list[str]:
@@ -223,7 +225,7 @@ def _lines(text: str) -> list[str]:
 
 
 class _Solver:
-    """The program's process, loaded anew after a fault."""
+    """The program's process, which is restarted after a fault."""
 
     def __init__(self, box: Sandbox, program: str) -> None:
         self.box, self.program = box, program
@@ -231,7 +233,7 @@ class _Solver:
         self.output, self.fault = "", ""
 
     def ready(self, until: float) -> ProgramAnswer | None:
-        """Load the program unless it is; an answer only where that failed."""
+        """Load the program if needed; returns an answer only if that failed."""
         self.output, self.fault = "", ""
         if self.process is not None and not self.process.closed:
             return None
@@ -244,11 +246,11 @@ class _Solver:
         return loaded
 
     def call(self, request: Mapping[str, Any], until: float) -> dict[str, Any]:
-        """A call as a test's process asked for it, and the answer in the three fields that it reads."""
+        """Run a call that a test's process requests; returns the three fields that it reads."""
         if self.process is None or self.process.closed:
             return {"error": "the program has ended", "kind": "RuntimeError"}
-        asked = {key: request[key] for key in ("call", "args", "kwargs")}
-        answer = self.process.ask(asked, until)
+        call = {key: request[key] for key in ("call", "args", "kwargs")}
+        answer = self.process.ask(call, until)
         self.output = (self.output + answer.output + answer.errors)[: self.box.limits.output_kb * 1024]
         if answer.fault is not None:
             self.fault = answer.fault
@@ -266,7 +268,7 @@ class _Solver:
 def _functions(
     box: Sandbox, program: str, tests: Sequence[tuple[int, Mapping[str, Any]]], late: Late
 ) -> list[tuple[int, CaseOutcome]]:
-    """Tests that call the program's functions: one process for the program, another for tests that are code."""
+    """Tests that call the program's functions: the program has one process, tests that are code have another."""
     solver, outcomes = _Solver(box, program), list[tuple[int, CaseOutcome]]()
     try:
         for number, test in tests:
@@ -288,7 +290,7 @@ def _function(box: Sandbox, solver: _Solver, test: Mapping[str, Any]) -> CaseOut
 
 
 def _called(solver: _Solver, test: Mapping[str, Any], until: float) -> CaseOutcome:
-    """`call` with `args` must return `returns`, all of them as JSON has them; a tuple is a list."""
+    """Whether `call` with `args` returns `returns`, compared as JSON values; a tuple is a list."""
     reply = solver.call({"call": test["call"], "args": encode(test["args"]), "kwargs": {"dict": []}}, until)
     if "value" not in reply:
         return _outcome(test, False, str(reply["error"]), solver.output, solver.fault or str(reply["kind"]))
@@ -302,7 +304,7 @@ def _called(solver: _Solver, test: Mapping[str, Any], until: float) -> CaseOutco
 
 
 def _asserted(box: Sandbox, solver: _Solver, test: Mapping[str, Any], until: float) -> CaseOutcome:
-    """Code that must run to its end, in a process of its own."""
+    """Run a test's code in its own process; it passes if it ends without an error."""
     request = {"exec": test["code"], "setup": test.get("setup", ""), "remote": test.get("remote", {})}
     with box.program() as tester:
         answer = tester.ask(request, until, partial(solver.call, until=until))
@@ -313,11 +315,11 @@ def _asserted(box: Sandbox, solver: _Solver, test: Mapping[str, Any], until: flo
 
 def _outcome(test: Mapping[str, Any], right: bool, why: str, output: str, kind: str = "") -> CaseOutcome:
     printed = f", printed {_short(output)}" if output else ""
-    return CaseOutcome(_name(test), right, f"{_asked(test)}: {why}{printed}", kind)
+    return CaseOutcome(_name(test), right, f"{_short_name(test)}: {why}{printed}", kind)
 
 
 def _same(value: Any, expected: Any, depth: int = 0) -> bool:
-    """Whether encoded data is what a test expects, which was JSON; tuples and iterators are lists there."""
+    """Whether encoded data equal a test's JSON value, in which tuples and iterators are lists."""
     if depth > _DEEPEST:
         return False
     if isinstance(value, dict) and value.keys() <= {"tuple", "iter"}:
@@ -335,7 +337,7 @@ def _same(value: Any, expected: Any, depth: int = 0) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Encoded data as a person reads it; nothing is hashed or compared."""
+    """Encoded data as text, without hashing or comparing anything."""
     if isinstance(value, dict):
         ((kind, inner),) = value.items()
         return inner if kind == "dict" else _plain(inner)

@@ -14,18 +14,18 @@ from keel.envs.programs import need_sandbox, program_of
 from keel.envs.sandbox import Lost, Program, SandboxLimits, sandbox
 from keel.envs.tools import Tool, tool
 
-SLACK_S = 5.0  # a call's own limit comes first
+SLACK_S = 5.0  # seconds after the time limit of a call, which therefore ends first
 
 
 class PythonSession:
-    """One episode's Python: a process that is started at the first call, and ends with the episode."""
+    """One episode's Python process, from its first call to the end of the episode."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
         self.program: Program | None = None
 
     def __call__(self, code: str) -> str:
-        """What the code prints, the value of its last expression, and its error."""
+        """The output of the code, the value of its last expression, and its error."""
         box = sandbox(self.limits)
         if self.program is None or self.program.closed:
             self.program = box.program()
@@ -54,7 +54,7 @@ def python(code: str) -> str:
     Args:
         code: The code. The value of a last expression is printed too.
     """
-    raise TypeError("the tool python runs inside an episode alone")
+    raise TypeError("the tool python runs only inside an episode")
 
 
 def python_tool(params: Mapping[str, Any] | None) -> Tool:

@@ -17,21 +17,18 @@ from keel.envs.capitals import capitals
 from keel.envs.code import code
 from keel.envs.countdown import countdown
 from keel.envs.dataset import dataset
+from keel.envs.game_packages import gem, skyrl_gym, textarena
 from keel.envs.games import GameTask, GivenTask
-from keel.envs.gem import gem
 from keel.envs.gsm8k import gsm8k
 from keel.envs.http import http
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.openenv import openenv
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
-from keel.envs.skyrl_gym import skyrl_gym
-from keel.envs.textarena import textarena
-from keel.envs.tool_list import tools_of
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S
 from keel.envs.trl import trl
 from keel.envs.verifiers import verifiers
-from keel.envs.with_tools import WithTools, with_tools
+from keel.envs.with_tools import WithTools, tools_of, with_tools
 
 
 def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
@@ -88,14 +85,14 @@ def trl_around(
 
 
 def _inner(what: str, task: Any) -> Task:
-    """The task that another one is made of."""
+    """The inner task of a wrapping task."""
     if not isinstance(task, Mapping) or "name" not in task:
         raise KeelError(f"{what} takes a task with a name, such as {{name: arithmetic, style: words}}")
     return build_task(**task)
 
 
 class LazyTask:
-    """A recipe's task that is imported at first use; a missing package is a KeelError."""
+    """A recipe's task, imported at first use; a missing package raises a KeelError."""
 
     def __init__(self, spec: str, extra: str) -> None:
         self.spec, self.extra = spec, extra
@@ -143,7 +140,7 @@ PACKAGES: dict[str, Callable[..., Task]] = {
     "trl": trl_around,
     "verifiers": verifiers,
 }
-# Tasks whose parameters the signature alone does not tell.
+# Parameter checks beyond a task's signature.
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {"reasoning_gym": check_reasoning_gym}
 
 
@@ -185,7 +182,7 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
 
 
 def get_task(name: str) -> Callable[..., Any]:
-    """What makes the task of that name, an environment of a package, or a user's own `module:attr`."""
+    """The factory of the task of that name, of a package's environment, or of a user's own `module:attr`."""
     if name in TASKS:
         factory = TASKS[name]
         return factory.load() if isinstance(factory, LazyTask) else factory

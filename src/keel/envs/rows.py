@@ -196,7 +196,7 @@ def _parquet(path: Path) -> Records:
     try:
         table = parquet.ParquetFile(path).read()  # only this file, so that folders named a=b do not become columns
     except pyarrow.ArrowException as error:
-        raise KeelError(f"cannot read {path}: {next(iter(str(error).splitlines()), 'not parquet')}") from error
+        raise KeelError(f"cannot read {path}: {first_line(error)}") from error
     yield from enumerate(table.to_pylist(), start=1)
 
 

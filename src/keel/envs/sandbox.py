@@ -1,4 +1,4 @@
-"""The sandbox: a model's programs in processes without network, files or capabilities, forked from a warm Python."""
+"""The sandbox: run a model's programs without network, files or capabilities, in forks of a warm Python process."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ WORKER = Path(__file__).with_name("sandbox_worker.py")
 KINDS = ("auto", "bubblewrap", "none")
 MIB = 2**20
 LARGEST_MESSAGE = 4 * MIB
-LONGEST_ERROR, LONGEST_KIND = 500, 80  # characters of a program's error that are kept
+LONGEST_ERROR, LONGEST_KIND = 500, 80  # characters of a program's error to store
 START_S = 30.0
-TRIES = 4  # of what fails because the sandbox itself has ended
+TRIES = 4  # tries of a job that fails because the sandbox itself has ended
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
-    "MALLOC_ARENA_MAX": "1",  # each further one reserves 64 MiB of addresses, which the limit of memory counts
+    "MALLOC_ARENA_MAX": "1",  # each further arena reserves 64 MiB of addresses, which count towards the memory limit
     "PYTHONDONTWRITEBYTECODE": "1",
-    "PYTHONHASHSEED": "0",  # a program that prints a set prints the same in every run
+    "PYTHONHASHSEED": "0",  # a printed set has the same order in every run
 }
-FAULTS = {  # what a program did instead of answering
+FAULTS = {  # why a program sent no message
     "timeout": "ran out of time",
     "output": "printed too much",
     "ended": "ended before it was done",
@@ -51,11 +51,11 @@ class SandboxLimits:
     """The limits of a program. `sandbox` is auto, bubblewrap, or none (the program has your own permissions)."""
 
     sandbox: str = "auto"
-    timeout_s: float = 4.0  # of one test, by the clock
+    timeout_s: float = 4.0  # wall time of one test
     memory_mb: int = 256
-    disk_mb: int = 16  # of its own /tmp, which ends with it
+    disk_mb: int = 16  # of its own /tmp, which is deleted with it
     output_kb: int = 256
-    workers: int = 0  # programs that run at a time; 0: one a core
+    workers: int = 0  # concurrent programs; 0 is one per core
 
     def __post_init__(self) -> None:
         if self.sandbox not in KINDS:
@@ -64,18 +64,18 @@ class SandboxLimits:
             if not getattr(self, name) > 0:
                 raise KeelError(f"sandbox {name} is {getattr(self, name)}: it must be above 0")
         if self.memory_mb < 64:
-            raise KeelError(f"sandbox memory_mb is {self.memory_mb}: Python itself needs 64")
+            raise KeelError(f"sandbox memory_mb is {self.memory_mb}: it must be at least 64, which Python needs")
         if self.workers < 0:
-            raise KeelError(f"sandbox workers is {self.workers}: give a count, or 0 for one a core")
+            raise KeelError(f"sandbox workers is {self.workers}: give a count, or 0 for one per core")
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:
-        """The limits among the parameters of a task, a reward or a tool."""
+        """Take the limits from the parameters of a task, a reward or a tool."""
         return cls(**{field.name: params[field.name] for field in fields(cls) if field.name in params})
 
     @property
     def at_once(self) -> int:
-        """Programs that run at a time."""
+        """The number of concurrent programs."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return self.workers or cores or 1
 
@@ -84,7 +84,7 @@ class SandboxLimits:
 class ProgramAnswer:
     """The result of one request: the process's message, its output, and a fault of `FAULTS` if there is no message.
 
-    Message and output are the program's words: data, whose size is limited, and never a verdict.
+    Message and output come from the program: they are data of limited size, and never decide whether a test passes.
     """
 
     message: Mapping[str, Any]
@@ -94,12 +94,12 @@ class ProgramAnswer:
 
     @property
     def ok(self) -> bool:
-        """Whether code ran to its end, as far as its process says."""
+        """Whether code ran to its end, according to its process."""
         return self.message.get("ok") is True or self.message.get("exit") is True
 
     @property
     def error(self) -> str:
-        """Why it did not, in a line."""
+        """One line on why it did not."""
         if self.fault is not None:
             return FAULTS[self.fault]
         text = "ended with an error status" if "exit" in self.message else str(self.message.get("error", ""))
@@ -112,7 +112,7 @@ class ProgramAnswer:
 
 
 class Program:
-    """One process in the sandbox. It ends, with all it has started, when this is closed."""
+    """One process in the sandbox. `close` kills it and everything that it started."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.limits, self._sandbox, self._owner = sandbox.limits, sandbox, os.getpid()
@@ -146,7 +146,7 @@ class Program:
         self.close()
 
     def close(self) -> None:
-        """End the process: the warm process sees that the connection is shut and kills it."""
+        """End the process: the warm process kills it when the connection is shut down."""
         if not self.closed:
             self.closed = True
             if os.getpid() == self._owner:
@@ -157,7 +157,7 @@ class Program:
                 os.close(pipe)
 
     def started(self) -> bool:
-        """Wait until the process is confined. Nothing of a program has been sent, so its message can be trusted."""
+        """Wait until the process is confined. It has received no program yet, so its message can be trusted."""
         try:
             message, _ = self._exchange(b"", time.monotonic() + START_S)
         except _SandboxFault:
@@ -176,13 +176,13 @@ class Program:
         until: float,
         answer: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
     ) -> ProgramAnswer:
-        """Send a request and wait for its message; calls that the process makes meanwhile are handed to `answer`.
+        """Send a request and wait for its message; `answer` serves calls that the process makes meanwhile.
 
-        `until` is a time of `time.monotonic`. With `stdin` the process must then end by itself. After a fault it is
-        closed; `Lost` says that the sandbox ended, not the program.
+        `until` is a time of `time.monotonic`. With `stdin` the process must end by itself afterwards. After a fault it
+        is closed; `Lost` says that the sandbox ended, not the program.
         """
         if not self._asked.acquire(blocking=False):
-            raise RuntimeError("a program is asked while it answers: ask again when it has")
+            raise RuntimeError("the program is still answering another request: wait for its answer")
         try:
             for read in self._pipes.values():
                 read.clear()
@@ -195,7 +195,7 @@ class Program:
                     self._end(until)
             except _SandboxFault as error:
                 fault = str(error)
-            except RecursionError:  # data that is nested too deep to be read
+            except RecursionError:  # the data is nested too deeply
                 fault = "ended"
             if fault is None:
                 self._drain()
@@ -211,7 +211,7 @@ class Program:
             self._asked.release()
 
     def _end(self, until: float) -> None:
-        """Wait for the end of the process: its message alone is no proof that it has ended."""
+        """Wait for the end of the process, since its message does not prove that it has ended."""
         try:
             self._exchange(b"", until)
         except _SandboxFault as fault:
@@ -221,7 +221,7 @@ class Program:
         raise _SandboxFault("ended")
 
     def _cut(self) -> list[bytes]:
-        """Both texts, within the limit together."""
+        """Output and errors, which share one limit."""
         left, texts = self.limits.output_kb * 1024, []
         for read in self._pipes.values():
             texts.append(bytes(read[:left]))
@@ -229,7 +229,7 @@ class Program:
         return texts
 
     def _exchange(self, pending: bytes, until: float) -> tuple[dict[str, Any], bytes]:
-        """Send what is pending, and the next message."""
+        """Send pending data, and return the next message."""
         with selectors.DefaultSelector() as selector:
             for pipe in self._pipes:
                 selector.register(pipe, selectors.EVENT_READ)
@@ -280,7 +280,7 @@ class Program:
             raise _SandboxFault("output")
 
     def _read(self, pipe: int) -> bool:
-        """Read what is there; false at the end."""
+        """Read available data; False at the end of the stream."""
         try:
             data = os.read(pipe, 1 << 16)
         except BlockingIOError:
@@ -291,7 +291,7 @@ class Program:
         return bool(data)
 
     def _drain(self) -> None:
-        """What was printed before the message was sent is in the pipes by now."""
+        """Read what was printed before the message, which is already in the pipes."""
         for pipe, read in self._pipes.items():
             with contextlib.suppress(BlockingIOError):
                 while len(read) <= self.limits.output_kb * 1024 and (data := os.read(pipe, 1 << 16)):
@@ -299,15 +299,15 @@ class Program:
 
 
 class _SandboxFault(Exception):
-    """Why there is no message: a name of `FAULTS`."""
+    """The reason for a missing message: a name of `FAULTS`."""
 
 
 class Lost(Exception):
-    """The sandbox ended under a program, which says nothing about the program: run it again."""
+    """The sandbox itself ended while a program ran: run the program again."""
 
 
 class Sandbox:
-    """A warm process, and the programs that are forked from it; some are forked ahead, so that none has to wait."""
+    """A warm process, and the programs forked from it; some are forked ahead, which saves their start-up time."""
 
     def __init__(self, limits: SandboxLimits) -> None:
         self.limits = limits
@@ -315,7 +315,7 @@ class Sandbox:
         self._lock = threading.Lock()
         self._ready: deque[Program] = deque()
         self._folder: str | None = None
-        self.starts = 0  # of the warm process; a program belongs to one
+        self.starts = 0  # number of the warm process; a program belongs to one
         self._start()
 
     def __enter__(self) -> Self:
@@ -336,7 +336,7 @@ class Sandbox:
                 try:
                     while len(self._ready) <= self.limits.at_once:
                         self._ready.append(Program(self))
-                except OSError as error:  # the warm process has just ended, or descriptors have run out
+                except OSError as error:  # the warm process has just ended, or there is no free descriptor
                     why = str(error)
                     if not self._ready:
                         continue
@@ -346,12 +346,12 @@ class Sandbox:
         raise KeelError(f"the sandbox starts no program: {why}; free memory, processes or descriptors")
 
     def fork(self, *descriptors: int) -> None:
-        """Have the warm process fork a child with these file descriptors."""
+        """Send these file descriptors to the warm process, which forks a child with them."""
         socket.send_fds(self._control, [b"f"], descriptors)
 
     @property
     def alive(self) -> bool:
-        """Whether the warm process runs: its connection ends before the first of its programs does."""
+        """Whether the warm process runs: its connection closes before those of its programs."""
         try:
             return not self._exited() and self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -360,16 +360,16 @@ class Sandbox:
             return False
 
     def _exited(self) -> bool:
-        """Whether bubblewrap has ended; until it is waited for, its number is that of its process group."""
-        if self._process.returncode is not None or not hasattr(os, "waitid"):  # older Pythons on macOS have none
+        """Whether bubblewrap has ended; its pid stays that of its process group until it is waited for."""
+        if self._process.returncode is not None or not hasattr(os, "waitid"):  # missing in older Pythons on macOS
             return self._process.poll() is not None
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # another has waited for it, or this process was forked from Keel's
+        except ChildProcessError:  # another thread has waited for it, or this process is a fork of Keel's
             return True
 
     def close(self) -> None:
-        """End the warm process and all programs; in a process that was forked from Keel's, only forget them."""
+        """End the warm process and all programs; in a fork of Keel's process, only drop the references to them."""
         for program in self._ready:
             program.close()
         self._ready.clear()
@@ -394,12 +394,13 @@ class Sandbox:
             folder = self._folder = tempfile.mkdtemp(prefix="keel-programs-")
         self._control, theirs = socket.socketpair()
         settings = {
-            "control": theirs.fileno(),  # above 2: of those bubblewrap itself keeps a copy
+            "control": theirs.fileno(),  # above 2, because bubblewrap itself holds a copy of 0 to 2
             "isolated": isolated,
             "folder": folder,
             "memory": limits.memory_mb * MIB,
             "disk": limits.disk_mb * MIB,
-            "cpu_s": 16 * int(limits.timeout_s + 1),  # of an episode's calls together; the clock ends each
+            "cpu_s": 16
+            * int(limits.timeout_s + 1),  # CPU time of all calls of an episode; each call has a limit of wall time
         }
         python = [*python_command(WORKER.read_text(encoding="utf-8")), json.dumps(settings)]
         self._owner = os.getpid()
@@ -439,7 +440,7 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 @lru_cache(maxsize=8)
 def sandbox(limits: SandboxLimits) -> Sandbox:
-    """The sandbox of these limits, started once a process."""
+    """The sandbox with these limits, started once per process."""
     started = Sandbox(limits)
     atexit.register(started.close)
     return started

@@ -1,12 +1,12 @@
-"""What runs inside the sandbox: a warm Python that forks one isolated process a program.
+"""The code inside the sandbox: a warm Python that forks one isolated process per program.
 
-`keel.envs.sandbox` starts it by `python -c`, with this file as the text. The warm process never reads a program, an
-input or a test: it is handed file descriptors, forks, and the child reads its requests by itself. So no memory that
-a later program could search holds anything of an earlier one.
+`keel.envs.sandbox` starts it by `python -c`, with the text of this file. The warm process never reads a program, an
+input or a test: it receives file descriptors and forks, and the child reads its requests itself. The memory of a later
+program therefore contains nothing of an earlier one.
 
-A child answers requests, one JSON object a line. `{"exec": code, ...}` runs code in the child's one namespace,
-`{"call": path, "args": ..., "kwargs": ...}` calls a function of that namespace. While a test runs, its child asks for
-calls in the same form: the function under test lives in another child, and only data crosses between the two.
+A child answers requests, one JSON object per line. `{"exec": code, ...}` runs code in the child's namespace,
+`{"call": path, "args": ..., "kwargs": ...}` calls a function of that namespace. While a test runs, its child requests
+calls in the same form: the tested function is in another child, and only data is passed between the two.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ WARM = (
 USER = 1000  # the id of programs inside the sandbox
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 CLONE_THREAD = 0x00010000
-THREADS = 512  # of one program
+THREADS = 512  # processes of one program
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_NO_NEW_PRIVS = 38
 ERRNO, ALLOW, EPERM, ENOSYS, MASKED_EQUAL, EQUAL = 0x00050000, 0x7FFF0000, 1, 38, 7, 4
 TCGETS, FIOCLEX = 0x5401, 0x5451
-# All that a program may ask of the kernel: memory, its own files and pipes, threads, time. No new process or program,
-# no address family, no namespace, no mount, no tracing, no shared memory, no keys; and no lock, lease, mode or time of
-# a file, which others could see: the library's files may be those of Keel's user.
+# The allowed system calls: memory, the program's own files and pipes, threads, time. Not allowed: new processes and
+# programs, sockets, namespaces, mounts, tracing, shared memory and keys. Locks, leases, modes and times of files are
+# not allowed either, because other processes could see them: the library's files may belong to Keel's user.
 DESCRIPTOR_COMMANDS = (
     fcntl.F_DUPFD,
     fcntl.F_DUPFD_CLOEXEC,
@@ -76,7 +76,7 @@ class _Compare(ctypes.Structure):
 
 
 class Confinement:
-    """Namespaces, limits and the filter of system calls of one child; a step that fails ends the child."""
+    """Namespaces, limits and the system call filter of one child; the child ends if a step fails."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self.limits, self.isolated = limits, bool(limits["isolated"])
@@ -88,7 +88,7 @@ class Confinement:
         self.own_pids = os.pidfd_open(os.getpid())
 
     def fork(self) -> int:
-        """A child that is process 1 of a new PID namespace."""
+        """Fork a child that is process 1 of a new PID namespace."""
         if self.isolated:
             self._check("unshare", self.libc.unshare(CLONE_NEWPID))
         pid = -1
@@ -100,16 +100,16 @@ class Confinement:
         return pid
 
     def confine(self) -> None:
-        """Called in the child, before it reads anything."""
+        """Confine the child, before it reads anything."""
         limits = self.limits
         if self.isolated:
             self._check("unshare", self.libc.unshare(CLONE_NEWNS | CLONE_NEWIPC))
             size = f"size={limits['disk']},nr_inodes=1024,mode=0700,uid={os.getuid()},gid={os.getgid()}"
             flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
             self._check("mount", self.libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, size.encode()))
-            # RLIMIT_NPROC counts within a user namespace: with one of its own, a program uses up no other's threads.
+            # RLIMIT_NPROC counts per user namespace: with its own one, a program does not use up the threads of others.
             self._check("unshare", self.libc.unshare(CLONE_NEWUSER))
-        os.setsid()  # a process group reaches across PID namespaces
+        os.setsid()  # signals to a process group cross PID namespaces
         os.chdir(limits["folder"])
         for kind, limit in (
             (resource.RLIMIT_AS, limits["memory"]),
@@ -130,7 +130,7 @@ class Confinement:
                 raise OSError("seccomp_load failed")
 
     def _filter(self) -> int:
-        """What is not in `SYSTEM_CALLS` fails with EPERM; `clone` may make threads alone."""
+        """System calls that are not in `SYSTEM_CALLS` fail with EPERM; `clone` may only create threads."""
         library = self.seccomp
         library.seccomp_init.restype = ctypes.c_void_p
         context = library.seccomp_init(ctypes.c_uint32(ERRNO | EPERM))
@@ -139,7 +139,7 @@ class Confinement:
 
         def rule(action: int, name: str, *compare: _Compare) -> None:
             number = library.seccomp_syscall_resolve_name(name.encode())
-            if number < 0:  # this processor architecture has no such call
+            if number < 0:  # this architecture does not have the call
                 return
             array = (_Compare * len(compare))(*compare)
             added = library.seccomp_rule_add_array(
@@ -151,7 +151,7 @@ class Confinement:
         for name in SYSTEM_CALLS.split():
             rule(ALLOW, name)
         rule(ALLOW, "clone", _Compare(0, MASKED_EQUAL, CLONE_THREAD, CLONE_THREAD))
-        rule(ERRNO | ENOSYS, "clone3")  # its flags cannot be read by a filter; libc falls back to clone
+        rule(ERRNO | ENOSYS, "clone3")  # a filter cannot read its flags; libc falls back to clone
         for request in (TCGETS, FIOCLEX):
             rule(ALLOW, "ioctl", _Compare(1, EQUAL, request, 0))
         for command in DESCRIPTOR_COMMANDS:
@@ -164,15 +164,15 @@ class Confinement:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
-ENDS = (StopIteration, StopAsyncIteration)  # would end a test's own loop, and pass what it had still to check
+ENDS = (StopIteration, StopAsyncIteration)  # it would end a loop of the test, and skip the remaining checks
 
 
 class NotData(Exception):
-    """A value that has no form as data."""
+    """A value that cannot be encoded as data."""
 
 
 def encode(value: Any) -> Any:
-    """A value as JSON, tagged where JSON has no such type."""
+    """A value as JSON, with a tag for types that JSON does not have."""
     if value is None or isinstance(value, bool | str):
         return value if value is None or type(value) is bool else str.__str__(value)
     if isinstance(value, int):
@@ -192,11 +192,11 @@ def encode(value: Any) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, Iterator):
         return {"iter": [encode(item) for item in value]}
-    raise NotData(f"a {type(value).__name__} is no plain data")
+    raise NotData(f"a {type(value).__name__} is not plain data")
 
 
 def decode(value: Any) -> Any:
-    """The value of `encode`: built-in types alone, so that comparing it runs no code of a program."""
+    """The inverse of `encode`: only built-in types, so that comparing the value runs no code of a program."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -245,7 +245,7 @@ class Child:
 
     def execute(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run code: `stdin` is its input, `interactive` prints the value of a last expression, `setup` is run before a
-        test, and names that are then unknown (or in `remote`: name to path) are calls to the program."""
+        test. Undefined names, and those in `remote` (name to path), become calls to the program."""
         code, stdin = request["exec"], request.get("stdin")
         if stdin is not None:
             _feed(stdin)
@@ -268,7 +268,7 @@ class Child:
         return {**outcome, **_flush(stdin is not None)}
 
     def link(self, tree: ast.AST, remote: dict[str, str]) -> None:
-        """Make every name that a test uses and nobody defines a call to the program."""
+        """Turn every undefined name that a test uses into a call to the program."""
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         unknown = {name: name for name in used - self.namespace.keys() - set(dir(builtins))}
         for name, path in {**unknown, **remote}.items():
@@ -291,7 +291,7 @@ class Child:
         return ask
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """`f`, or `Solution.f`: the method of a new object."""
+        """The function at a path: `f`, or `Solution.f`, the method of a new object."""
         try:
             owner, _, name = request["call"].rpartition(".")
             function = getattr(self.namespace[owner](), name) if owner else self.namespace[name]
@@ -319,7 +319,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _flush(ends: bool) -> dict[str, Any]:
-    """Flush a program's output before the reply is sent; with `ends`, also its output at exit."""
+    """Flush a program's output before the reply is sent; with `ends`, run its exit handlers first."""
     try:
         if ends:
             threading._shutdown()  # type: ignore[attr-defined]  # as Python does: threads first
@@ -354,7 +354,7 @@ def _writer(descriptor: int, line_buffering: bool) -> io.TextIOWrapper:
 
 
 def _become_child(confinement: Confinement, channel: int, stdout: int, stderr: int) -> NoReturn:
-    """Never returns, so that the child cannot continue as the warm process."""
+    """Run the child. Never returns, so that the child cannot continue as the warm process."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
@@ -378,15 +378,15 @@ def _become_child(confinement: Confinement, channel: int, stdout: int, stderr: i
 
 
 def main() -> None:
-    """Fork a child for each connection and its two pipes that arrive; end one whose connection Keel has closed."""
+    """Fork a child for each received connection and its two pipes; kill it when Keel closes the connection."""
     limits = json.loads(sys.argv[1])
-    if limits["isolated"] and os.getuid() != USER:  # Keel is root, for whom the limit on threads has no effect
+    if limits["isolated"] and os.getuid() != USER:  # Keel is root, whose processes have no limit on threads
         os.setgroups([])
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
     for name in WARM.split():
         __import__(name)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site brings elsewhere
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # elsewhere the module `site` defines it
     control = socket.socket(fileno=limits["control"])
     confinement = Confinement(limits)
     woken, wake = os.pipe()
@@ -405,12 +405,14 @@ def main() -> None:
         for descriptor, _ in poll.poll():
             if descriptor == control.fileno():
                 data, received, _, _ = socket.recv_fds(control, 1, 3)
-                if not data:  # Keel has ended: no child outlives it
+                if not data:  # Keel has ended: kill all children
                     for pid in children.values():
                         _kill(pid, confinement.isolated)
                     os._exit(0)
                 pid = -1
-                with contextlib.suppress(OSError):  # no descriptor or no process is left: Keel sees the connection end
+                with contextlib.suppress(
+                    OSError
+                ):  # no free descriptor or process: Keel sees that the connection closes
                     pid = confinement.fork() if len(received) == 3 else -1
                 if pid == 0:
                     _become_child(confinement, *received)
@@ -440,7 +442,7 @@ def _reap(children: dict[int, int], poll: select.poll, isolated: bool) -> None:
         if pid == 0:
             return
         if not isolated:
-            _kill(pid, isolated)  # what it left behind in its group
+            _kill(pid, isolated)  # kill the remaining processes of its group
         channel = channels[pid]
         del children[channel]
         with contextlib.suppress(KeyError):

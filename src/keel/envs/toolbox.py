@@ -23,8 +23,8 @@ ERRORS = ("malformed", "unknown_tool", "bad_arguments", "failed", "timeout", "to
 KINDS = (*ERRORS, "too_long")
 MAX_CALLS = 16  # per turn
 TURN_S = 20.0  # time limit for all calls of a turn; raised to the largest limit of a tool
-MAX_HUNG = 8  # hanging calls of a tool per concurrent call
-NOTED_CHARACTERS = 80  # of an argument in the notes of a turn
+MAX_HUNG = 8  # maximum hanging calls of a tool, per concurrent call
+NOTED_CHARACTERS = 80  # characters of an argument in the notes of a turn
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The shared state of a task's episodes: `tools(problem)` are the tools of a new episode, `is_final(text)` tells
+    """The shared state of a task's episodes: `tools(problem)` are the tools of a new episode, `is_final(text)` is
     whether a turn ends the episode.
 
     Tool calls are limited by the tool's `timeout_s` and by `turn_s` for all calls of a turn (None: no limit), not by
@@ -79,7 +79,7 @@ class ToolEpisode(Episode):
     """An episode with tool calls. It ends with a turn without a call or with a tool that `ends`.
 
     A task with tools returns a subclass from `start` that implements `reward`. `turns` are the model turns, `results`
-    the tool results of each, and `is_over` tells whether the episode has ended.
+    the tool results of each, and `is_over` is whether the episode has ended.
     """
 
     def __init__(self, toolbox: Toolbox, problem: Problem) -> None:
@@ -119,7 +119,7 @@ class ToolEpisode(Episode):
         return {**totals, **{f"tool/{kind}": float(kinds.count(kind)) for kind in KINDS}}
 
     def turn_notes(self) -> list[str]:
-        """The calls of each turn as they were parsed, and what went wrong."""
+        """The parsed calls of each turn, with their errors."""
         return ["\n".join(map(_written, results)) for results in self.results]
 
     def close(self) -> None:

@@ -29,12 +29,12 @@ from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool, tool
 from keel.envs.with_tools import offer
 
-OWN = ("reset", "get_reward")  # methods that are no tools
-HIDDEN = ("asked", "mixture", "prompt_tokens_cut")  # Keel's own entries of a problem's info, no columns
+OWN = ("reset", "get_reward")  # methods that are not tools
+HIDDEN = ("asked", "mixture", "prompt_tokens_cut")  # Keel's own entries of a problem's info, which are not columns
 
 
 class TrlGame(Game):
-    """An object with `reset`, tools and perhaps `get_reward`, for one row of the data.
+    """An object with `reset`, tools and optionally `get_reward`, for one row of the data.
 
     `toolbox` and `limits` are the options of its tools, `judge` is the user's reward function.
     """
@@ -50,14 +50,14 @@ class TrlGame(Game):
             raise KeelError(f"{kind} has no method get_reward: add one, or give task.reward=module:attr")
 
     def reset(self, problem: Problem) -> Messages:
-        """The prompt with what `reset` returns behind it. `reset` gets the columns that it names."""
+        """The prompt, followed by the text that `reset` returns. `reset` gets the columns that its parameters name."""
         parameters = inspect.signature(self.env.reset).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        told = self.env.reset(**{name: value for name, value in self.row.items() if takes_all or name in parameters})
-        if told is not None and not isinstance(told, str):
-            raise TypeError(f"reset returned a {type(told).__name__}, not a text or None")
+        text = self.env.reset(**{name: value for name, value in self.row.items() if takes_all or name in parameters})
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"reset returned a {type(text).__name__}, not a text or None")
         *before, last = [dict(message) for message in self.row["prompt"]]
-        return [*before, {**last, "content": last["content"] + (told or "")}]
+        return [*before, {**last, "content": last["content"] + (text or "")}]
 
     @property
     def methods(self) -> list[Callable[..., Any]]:
@@ -66,7 +66,7 @@ class TrlGame(Game):
         return [getattr(self.env, name) for name in names if name not in OWN and not name.startswith("_")]
 
     def tool(self, method: Callable[..., Any], stream: RandomStream) -> Tool:
-        """A method as a tool. One that is called one at a time draws from the episode's randomness."""
+        """A method as a tool. Methods without concurrent calls draw from the episode's random stream."""
         made: Tool = tool(method, **self.limits)
         if is_async(method) or made.at_once > 1:
             return made
@@ -79,7 +79,7 @@ class TrlGame(Game):
         return replace(made, function=call)
 
     def earned(self, messages: Sequence[Message]) -> float:
-        """`get_reward()` of the environment, plus what the reward function returns for this one completion."""
+        """`get_reward()` of the environment, plus the value of the reward function for this completion."""
         own = getattr(self.env, "get_reward", None)
         total = 0.0 if own is None else float(run_sync(own))
         if self.judge is not None:
@@ -91,7 +91,7 @@ class TrlGame(Game):
 
 
 class TrlEpisode(ToolEpisode, GameEpisode):
-    """The calls of a turn are answered until a turn has none. The environment then says what the episode earned."""
+    """An episode with tool calls, which ends with a turn without a call. The environment then gives its reward."""
 
     game: TrlGame
 
@@ -103,7 +103,7 @@ class TrlEpisode(ToolEpisode, GameEpisode):
         self.earned: float | None = None
 
     def see(self, messages: Messages) -> None:
-        """The first observation, with the tools as TRL shows them, or described in tags."""
+        """Store the first observation, with the tools as TRL's schemas, or described in tags."""
         if self.toolbox.format == "json":
             from transformers.utils import get_json_schema
 
@@ -114,9 +114,9 @@ class TrlEpisode(ToolEpisode, GameEpisode):
 
     async def step(self, text: str) -> str | list[Message] | None:
         reply = await super().step(text)
-        told = users(reply) if isinstance(reply, str) else reply or []
-        self.messages += [{"role": "assistant", "content": text}, *told]
-        self.observation = "\n".join(message["content"] for message in told)
+        replies = users(reply) if isinstance(reply, str) else reply or []
+        self.messages += [{"role": "assistant", "content": text}, *replies]
+        self.observation = "\n".join(message["content"] for message in replies)
         return reply
 
     def reward(self) -> Reward:
@@ -137,7 +137,7 @@ def trl(
     player: str | None = None,
     success: float = 1.0,
 ) -> GameTask:
-    """What `factory`, `module:attr`, makes, or one of a dict of factories, around the rows of `task`."""
+    """Environments of `factory`, `module:attr`, or of one of a dict of factories, around the rows of `task`."""
     made = import_object(factory, "task", callable_only=False)
     factories = dict(made) if isinstance(made, Mapping) else {None: made}
     judge = imported("reward", reward)
@@ -153,7 +153,7 @@ def trl(
         name = row.pop("environment", None) if isinstance(made, Mapping) else None
         if name not in factories:
             raise KeelError(
-                f"{problem.key}: environment is {name!r}, and trl:{factory} has {', '.join(map(str, factories))}"
+                f"{problem.key}: environment is {name!r}, but trl:{factory} has {', '.join(map(str, factories))}"
             )
         return TrlGame(factories[name](), row, toolbox, limits, judge)
 
@@ -166,7 +166,7 @@ def trl(
 
 
 def columns(problem: Problem, prompt: str | Messages) -> dict[str, Any]:
-    """The row of a problem as TRL gives it to `reset` and to reward functions; a seeded problem's row is its seed."""
+    """The row of a problem as TRL passes it to `reset` and to reward functions; a seeded problem's row is its seed."""
     row = {name: value for name, value in problem.info.items() if name not in HIDDEN}
     own = problem.info.get("asked", prompt)
     answer = {} if problem.answer is None else {"answer": problem.answer}
@@ -174,14 +174,14 @@ def columns(problem: Problem, prompt: str | Messages) -> dict[str, Any]:
 
 
 def _check_factory(name: str, factory: Any, judge: Any) -> None:
-    """Refuse what makes no environment, or one without a reward."""
+    """Refuse a factory that takes arguments, or whose environment has no reward."""
     if not callable(factory):
         raise KeelError(f"trl:{name} is a {type(factory).__name__}: give an environment_factory or a dict of them")
     needed = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty and p.kind < 2]
     if len(needed) == 2:
         raise KeelError(
-            f"trl:{name} takes ({', '.join(needed)}), as a rollout_func: it samples by itself, so neither its "
-            "log-probabilities nor a resume can be vouched for; give an environment_factory, or a task with episodes"
+            f"trl:{name} takes ({', '.join(needed)}), like a rollout_func, which samples by itself: its "
+            "log-probabilities and a resume would be unchecked; give an environment_factory, or a task with episodes"
         )
     if needed:
         raise KeelError(f"trl:{name} takes ({', '.join(needed)}): an environment_factory takes no arguments")

@@ -25,7 +25,7 @@ from keel.envs.calls import LOOP, CallFailed, HungCalls
 from keel.envs.dataset import Dataset, NoGrader
 from keel.envs.endpoint import Endpoint, GenerateBody, ModelAccess, context_exceeded
 from keel.envs.episode import ASYNC_AT_ONCE, Episode, PlayedEpisode
-from keel.envs.games import LONGEST_GAME, Player, imported, need
+from keel.envs.games import LONGEST_GAME, Player, imported, need, required_player
 from keel.envs.problems import HELD_OUT_FRACTION, check_split, split_held_out
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class VerifiersTask(Dataset):
-    """Tasks of a taskset. Its environment, of the options `env_data`, plays an episode and calls the model."""
+    """Tasks of a taskset. Its environment, built from `env_data`, plays an episode and calls the model."""
 
     env_data: Mapping[str, Any] = field(default_factory=dict)
     tasks: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class VerifiersTask(Dataset):
         return Task.reward(self, problem, turns)
 
     def start(self, problem: Problem) -> Episode:
-        """An episode whose model turns are given to it, one by one."""
+        """Start an episode whose model turns are passed to it one by one."""
         return Scripted(self, problem)
 
     def gold(self, problem: Problem) -> str:
@@ -65,14 +65,11 @@ class VerifiersTask(Dataset):
 
     def gold_turns(self, problem: Problem) -> list[str]:
         """The turns of `player`, played on a new episode."""
-        if self.player is None:
-            raise KeelError(
-                f"{self.name} has no gold answer: give task.player=module:attr for a warm start and keel check-task"
-            )
+        player = required_player(self.name, self.player)
         episode, observation, turns = Scripted(self, problem), _contents(problem.prompt), list[str]()
         try:
             while len(turns) < LONGEST_GAME:
-                turns.append(self.player(self.tasks[problem.info["task"]], observation))
+                turns.append(player(self.tasks[problem.info["task"]], observation))
                 reply = episode.step(turns[-1])
                 if reply is None:
                     return turns
@@ -83,7 +80,7 @@ class VerifiersTask(Dataset):
 
     @asynccontextmanager
     async def playing(self, model: ModelAccess) -> AsyncIterator[Play]:
-        """Play episodes with a model: the function that is given plays one of a problem."""
+        """Return a function that plays an episode of a problem with a model."""
         from keel.envs.verifiers_chat import KeelRendering
 
         async with self.served(model, KeelRendering(model.renderer, model.sampling["stop"])) as play:
@@ -91,12 +88,12 @@ class VerifiersTask(Dataset):
 
     @cached_property
     def stage(self) -> Stage:
-        """Where its scripted episodes are played."""
+        """The endpoint and the environment of its scripted episodes."""
         return Stage(self)
 
     @asynccontextmanager
     async def served(self, model: ModelAccess, rendering: Rendering) -> AsyncIterator[Play]:
-        """As `playing`, with a renderer of the caller's."""
+        """Like `playing`, with the given renderer."""
         import verifiers.v1 as vf
         from verifiers.v1.utils.loaders import load_environment
 
@@ -115,12 +112,12 @@ class VerifiersTask(Dataset):
                 yield play
 
     def _played(self, episode: Any) -> PlayedEpisode:
-        """What an episode of verifiers has to train on."""
+        """The trainable part of a verifiers episode."""
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         if len(trained) > 1:
             names = ", ".join(trace.agent.name for trace in trained)
             raise KeelError(
-                f"{self.name}: an episode has {len(trained)} agents to train ({names}), and Keel trains one: set "
+                f"{self.name}: an episode has {len(trained)} agents to train ({names}), but Keel trains one: set "
                 "trainable to False for the others in the environment's setup"
             )
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
@@ -128,18 +125,18 @@ class VerifiersTask(Dataset):
         if not episode.ok:
             failure = f"raised {errors[-1].type}: {_line(errors[-1].message)}" if errors else "did not finish"
         if not trained:
-            return PlayedEpisode(failure=failure or "ran no agent that is trained")
+            return PlayedEpisode(failure=failure or "ran no trainable agent")
         (trace,) = trained
         branches = [branch for branch in trace.branches if branch.trainable and True in branch.sampled_mask]
         last = branches[-1].nodes if branches else []
-        begun = next((number for number, node in enumerate(last) if node.sampled), len(last))
+        first_sampled = next((number for number, node in enumerate(last) if node.sampled), len(last))
         texts = [_contents([node.message.model_dump()]) for node in last]
         scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         correct = {"correct": float(trace.reward >= self.success - 1e-9)}
         return PlayedEpisode(
             [(branch.token_ids, branch.sampled_mask) for branch in branches],
-            "\n".join(texts[begun:]),
+            "\n".join(texts[first_sampled:]),
             [text for text, node in zip(texts, last, strict=True) if node.sampled],
             "turns" if trace.stop_condition == "max_turns" else None,
             Reward(float(trace.reward), {**metrics, **scores, **correct}),
@@ -149,7 +146,7 @@ class VerifiersTask(Dataset):
 
 
 class Stage:
-    """Where the scripted episodes of a task are played: one endpoint and one environment, until the process ends."""
+    """One endpoint and one environment for the scripted episodes of a task, until the process ends."""
 
     def __init__(self, task: VerifiersTask) -> None:
         self.scripts: dict[str, Scripted] = {}
@@ -181,7 +178,7 @@ class Stage:
 
 
 class Scripted(Episode):
-    """An episode of verifiers whose model turns are the texts given to `step`.
+    """A verifiers episode whose model turns are the texts passed to `step`.
 
     The episode runs on the event loop, and its model calls wait here for their text.
     """
@@ -191,7 +188,7 @@ class Scripted(Episode):
     def __init__(self, task: VerifiersTask, problem: Problem) -> None:
         self.task, self.problem = task, problem
         self.calls: queue.SimpleQueue[tuple[list[Message], Future[Completion]] | None] = queue.SimpleQueue()
-        self.asked: tuple[list[Message], Future[Completion]] | None = None
+        self.pending_call: tuple[list[Message], Future[Completion]] | None = None
         self.running = LOOP.submit(self._play())
         self.running.future.add_done_callback(lambda _: self.calls.put(None))
 
@@ -200,22 +197,22 @@ class Scripted(Episode):
         tokens = tuple(text.encode())
         zeros = (0.0,) * len(tokens)
         done.set_result(Completion(tokens, (True,) * len(tokens), zeros, zeros, text, "eos"))
-        self.asked = None
-        if (asked := self._next()) is None:
+        self.pending_call = None
+        if (call := self._next()) is None:
             self._result()  # raises if the episode failed
             return None
-        messages = asked[0]
+        messages = call[0]
         if messages[: len(before)] != before or messages[len(before)]["role"] != "assistant":
-            raise CallFailed("invalid", "rewrote its history, and can only be trained on as a task of its own")
+            raise CallFailed("invalid", "rewrote its history: train on this task alone, not with scripted turns")
         return messages[len(before) + 1 :]
 
     def reward(self) -> Reward:
-        if (asked := self._next()) is not None:  # more turns could follow: the context counts as full
-            asked[1].set_exception(context_exceeded(0, 0))
-            self.asked = None
-            while (asked := self._next()) is not None:
-                asked[1].set_exception(context_exceeded(0, 0))
-                self.asked = None
+        if (call := self._next()) is not None:  # more turns could follow: treat the context as full
+            call[1].set_exception(context_exceeded(0, 0))
+            self.pending_call = None
+            while (call := self._next()) is not None:
+                call[1].set_exception(context_exceeded(0, 0))
+                self.pending_call = None
         return self._result().earned
 
     def close(self) -> None:
@@ -223,14 +220,14 @@ class Scripted(Episode):
         LOOP.wait([self.running], None, HungCalls())
 
     def _next(self) -> tuple[list[Message], Future[Completion]] | None:
-        """The call that waits for its text; None if the episode is over."""
-        if self.asked is None and not (self.running.future.done() and self.calls.empty()):
-            self.asked = self.calls.get()
-        return self.asked
+        """The model call that waits for a text; None if the episode is over."""
+        if self.pending_call is None and not (self.running.future.done() and self.calls.empty()):
+            self.pending_call = self.calls.get()
+        return self.pending_call
 
     def _over(self) -> Any:
         self._result()
-        raise CallFailed("invalid", "is over, and was given another turn")
+        raise CallFailed("invalid", "got another turn after its end")
 
     def _result(self) -> PlayedEpisode:
         played: PlayedEpisode = self.running.result(None)
@@ -263,11 +260,11 @@ def verifiers(
     success: float = 1.0,
     **params: Any,
 ) -> VerifiersTask:
-    """A taskset of verifiers 0.4, with its own parameters beside these.
+    """A taskset of verifiers 0.4, which takes the other parameters.
 
-    `env` are options of its environment, as in verifiers' `[env]`; `take` limits the tasks, and is needed where they
-    never end. `player(task, observation)`, `module:attr`, gives the next turn of a demonstration. A reward from
-    `success` on counts as correct.
+    `env` are options of its environment, as in verifiers' `[env]`. `take` limits the number of tasks, and is required
+    if they are endless. `player(task, observation)`, `module:attr`, gives the next turn of a demonstration. A reward of
+    at least `success` counts as correct.
     """
     _need(taskset)
     add_working_folder()
@@ -276,7 +273,7 @@ def verifiers(
     data = {**(env or {}), "taskset": {"id": taskset, **params}}
     loaded = load_environment(_config(data, None)).taskset
     if not loaded.bounded and take is None:
-        raise KeelError(f"verifiers:{taskset} has tasks without end: give task.take, their number")
+        raise KeelError(f"verifiers:{taskset} has endless tasks: give their number as task.take")
     try:
         tasks = list(itertools.islice(loaded, take))
     except Exception as error:  # tasksets may raise anything
@@ -297,7 +294,7 @@ def verifiers(
 def _problem(taskset: str, number: int, task: Any) -> Problem:
     prompt, system = task.data.prompt, task.data.system_prompt
     if prompt is None:
-        raise KeelError(f"verifiers:{taskset}, task {number}: it has no prompt, and Keel's episodes begin with one")
+        raise KeelError(f"verifiers:{taskset}, task {number}: it has no prompt, which Keel's episodes need")
     opening = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [m.model_dump() for m in prompt]
     messages = [{"role": m["role"], "content": _contents([m])} for m in opening]
     system_message = [{"role": "system", "content": system}] if system else []
@@ -315,11 +312,11 @@ def _need(taskset: str) -> None:
     need("verifiers.v1.clients.train", f"verifiers:{taskset}", "verifiers")
     logger = logging.getLogger("verifiers")
     if logger.level == logging.NOTSET:
-        logger.setLevel(logging.ERROR)  # its warnings repeat what is recorded of an episode
+        logger.setLevel(logging.ERROR)  # its warnings repeat the recorded failures of episodes
 
 
 def _config(data: Mapping[str, Any], max_turns: int | None) -> Any:
-    """The environment's configuration: agents in this process unless they say otherwise, with at most `max_turns`."""
+    """The environment's configuration: by default agents run in this process, with at most `max_turns`."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, harness_class, resolve_env_config
 
@@ -346,8 +343,8 @@ def _config(data: Mapping[str, Any], max_turns: int | None) -> Any:
             kind = harness_class(harness.id)
             if kind.__module__.startswith("verifiers.v1.harnesses.") or kind.NEEDS_CONTAINER:
                 raise KeelError(
-                    f"{what}: the agent {name} has the harness {harness.id}, which installs or starts programs of its "
-                    f"own: leave task.env.{name}.harness out for a chat loop in this process, or name your own"
+                    f"{what}: the agent {name} has the harness {harness.id}, which installs or starts other "
+                    f"programs: leave task.env.{name}.harness out for a chat loop in this process, or name your own"
                 )
     except KeelError:
         raise

@@ -1,6 +1,6 @@
-"""Inside verifiers: a chat loop that runs in this process, and a renderer that gives Keel's tokens.
+"""Plug-ins for verifiers: a chat loop that runs in this process, and a renderer that gives Keel's tokens.
 
-verifiers loads a harness by the name of its module: `install` makes this one known to it as `keel_chat`.
+verifiers loads a harness by the name of its module: `install` registers this one as `keel_chat`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from keel.base.types import Problem
 from keel.envs.tool_calls import parse_calls, write_call
 
 HARNESS = "keel_chat"
-OVERFLOW = "maximum context length"  # in the refusal of a context that leaves no room
+OVERFLOW = "maximum context length"  # words of the error for a context that is too long
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
-_ENDLESS = 10**9  # rollouts that share one renderer
+_ENDLESS = 10**9  # number of rollouts that share one renderer
 
 
 class KeelChat(vf.Harness[vf.HarnessConfig]):
@@ -73,7 +73,7 @@ class KeelChat(vf.Harness[vf.HarnessConfig]):
 
 
 async def _called(function: Mapping[str, str], connections: Any, dispatch: Mapping[str, Any]) -> Any:
-    """What a tool answers, or what is wrong with its call."""
+    """The tool's answer, or the error of its call."""
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError as error:
@@ -89,7 +89,7 @@ def _wire(message: Any) -> dict[str, Any]:
 
 
 class Rendering:
-    """What verifiers' train client needs of a renderer; a subclass says how messages become tokens and tokens text."""
+    """The interface that verifiers' train client needs; subclasses map messages to tokens and tokens to text."""
 
     supports_tools = True
     is_multimodal = False
@@ -115,7 +115,7 @@ class Rendering:
     def bridge_to_next_turn(
         self, previous_prompt_ids: list[int], previous_completion_ids: list[int], new_messages: Any, **options: Any
     ) -> RenderedTokens | None:
-        """The next turn's prompt: all tokens so far as they are, and those of the new messages."""
+        """The next turn's prompt: all previous tokens unchanged, and those of the new messages."""
         added = self.after(_plain(new_messages), previous_completion_ids[-1])
         before = [*previous_prompt_ids, *previous_completion_ids]
         return None if added is None else _attributed(before, added, new_messages)
@@ -136,7 +136,7 @@ class Rendering:
 
 
 class KeelRendering(Rendering):
-    """Keel's renderer: the tokens of an ordinary rollout, and of a warm start."""
+    """Keel's renderer, which gives the same tokens as other rollouts and the warm start."""
 
     def __init__(self, renderer: Any, stop: Sequence[str]) -> None:
         self.renderer, self.stop = renderer, stop
@@ -154,7 +154,7 @@ class KeelRendering(Rendering):
 
 
 class TextRendering(Rendering):
-    """Messages as the bytes of their JSON, and texts as their bytes: for turns that a script plays."""
+    """Messages as the bytes of their JSON, and texts as their bytes, for scripted turns."""
 
     def tokens(self, messages: list[dict[str, str]], tools: Sequence[Any]) -> list[int]:
         return list(json.dumps(messages).encode())
@@ -164,7 +164,7 @@ class TextRendering(Rendering):
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Messages whose contents are texts; an assistant's tool calls are part of its text."""
+    """Messages with text contents; an assistant's tool calls become part of its text."""
     plain = []
     for message in messages:
         content = message.get("content") or ""
@@ -176,20 +176,20 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             except ValueError:
                 arguments = {}
             text += write_call(function["name"], arguments, "json", ())
-        kept = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
-        plain.append({**kept, "content": text})
+        fields = {key: message[key] for key in ("role", "name", "tool_call_id") if message.get(key)}
+        plain.append({**fields, "content": text})
     return plain
 
 
 def _attributed(before: list[int], added: list[int], messages: Sequence[Mapping[str, Any]]) -> RenderedTokens:
-    """Tokens whose last part belongs to the last of the messages."""
+    """Tokens of messages; `last` are those of the last message."""
     owners = [-1] * len(before) + [len(messages) - 1] * len(added)
     return RenderedTokens([*before, *added], owners, message_roles=[message["role"] for message in messages])
 
 
 @contextmanager
 def installed(name: str, rendering: Rendering) -> Any:
-    """Make a renderer the one of the model called `name`."""
+    """Register a renderer for the model called `name`."""
     slots = ElasticRendererPool(name, None, multiplex=_ENDLESS).renderers
     slots.append(RendererSlot(rendering))
     try:
@@ -199,7 +199,7 @@ def installed(name: str, rendering: Rendering) -> Any:
 
 
 def access(url: str, secret: str) -> Any:
-    """How verifiers reaches an endpoint."""
+    """The configuration of verifiers' client for an endpoint."""
     return vf.TrainClientConfig(base_url=url, headers={"Authorization": f"Bearer {secret}"}, multiplex=_ENDLESS)
 
 

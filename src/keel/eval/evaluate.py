@@ -130,7 +130,7 @@ def summarise(
 
 
 def _by_task(task: Task, groups: Sequence[Group], figures: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The mean of each figure, one value a group, over the groups of each task that `task` is made of."""
+    """The mean of each figure (one value per group) over the groups of each task in the mixture `task`."""
     labels = [task.label(group.problem) for group in groups]
     return {
         f"{label}/{name}": fmean(value for value, own in zip(figure, labels, strict=True) if own == label)

@@ -12,13 +12,15 @@ class EvalOptions(Options):
     """Evaluation on held-out problems."""
 
     every: NonNegativeInt = Field(
-        default=20, description="Steps between evaluations; 0 evaluates at the start and the end only."
+        default=20, description="Steps between evaluations; 0 evaluates only at the start and the end."
     )
     tasks: tuple[TaskOptions | str, ...] = Field(
         default=(), description="Further tasks to evaluate (retention), names or {name, …}."
     )
-    samples: PositiveInt = Field(default=64, description="Held-out problems a task.")
-    k: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1, description="pass@k, in completions a problem.")
+    samples: PositiveInt = Field(default=64, description="Held-out problems per task.")
+    k: tuple[PositiveInt, ...] = Field(
+        default=(1, 8), min_length=1, description="Values of k for pass@k (completions per problem)."
+    )
     temperature: Temperature | None = Field(
-        default=None, description="Sampling temperature; 0 is greedy; null the rollout's."
+        default=None, description="Sampling temperature; 0 is greedy; null is the rollout's."
     )

@@ -1,1 +1,1 @@
-"""Keel's KL, guards and findings inside other trainers. A training step of Keel's own imports nothing of it."""
+"""Keel's KL, guards and findings inside other trainers. Keel's own training step imports nothing from this package."""

@@ -1,4 +1,4 @@
-"""`keel verify --peers`: the KL terms of every installed trainer, by calling its own functions."""
+"""`keel verify --peers`: examine the KL terms of every installed trainer by calling the trainer's own functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from keel.base.errors import KeelError
 from keel.integrations.versions import TRL, VERL, minor
 from keel.verify.peer_terms import GRADIENT_LABELS, VALUE_LABELS, PeerTermResult, examine_term
 
-# name, distribution, the minor versions whose functions are called here, and where its terms are: a function that
-# returns them
+# For each trainer: name, distribution, supported minor versions, and the path of the function that returns its terms.
 PEERS = (
     ("TRL", "trl", TRL.tested, "keel.integrations.trl.formulas:formulas"),
     ("verl", "verl", VERL.tested, "keel.integrations.verl.formulas:formulas"),
@@ -27,7 +26,7 @@ PEERS = (
 
 @dataclass(frozen=True)
 class Peer:
-    """A trainer: its rows, or the reason that there are none."""
+    """A trainer, with its rows or the reason why there are none."""
 
     name: str
     version: str | None
@@ -36,7 +35,7 @@ class Peer:
 
 
 def peers() -> Iterator[Peer]:
-    """Every peer in turn. One that cannot be called has a reason of one line."""
+    """Examine every peer in turn. A peer that cannot be called has a reason of one line."""
     for name, package, tested, where in PEERS:
         try:
             installed = version(package)
@@ -71,7 +70,7 @@ def _rows(name: str, installed: str, where: str) -> Iterator[PeerTermResult]:
 
 
 def columns(row: PeerTermResult) -> dict[str, str]:
-    """A row as the page and the terminal show it, by the column's name."""
+    """The texts of a row on the page and in the terminal, by column name."""
     gradient = GRADIENT_LABELS[row.gradient]
     if row.gradient == "none":
         gradient += f" (cosines {row.cosine_policy_ref:.2f} and {row.cosine_ref_policy:.2f})"
@@ -86,7 +85,7 @@ def columns(row: PeerTermResult) -> dict[str, str]:
 
 
 def lines(peer: Peer) -> Iterator[str]:
-    """A peer as the terminal shows it."""
+    """The lines that the terminal shows for a peer."""
     title = f"{peer.name} {peer.version}" if peer.version else peer.name
     yield f"{title}: {peer.reason}" if peer.reason else title
     for row in peer.rows:

@@ -1,7 +1,7 @@
-"""KL terms of trainers that Keel has no bridge to: OpenRLHF, AReaL, tinker-cookbook and prime-rl, one function each.
+"""KL terms of trainers without a Keel bridge: OpenRLHF, AReaL, tinker-cookbook and prime-rl, one function each.
 
-These trainers compute their policy term on workers or servers, so a penalty in the reward or the advantage is
-examined under the plain one, −ρ·A.
+These trainers compute their policy term on workers or servers. A penalty in the reward or the advantage is therefore
+examined under the plain policy term −ρ·A.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def areal() -> Sequence[PeerTerm]:
             }
             return grpo_loss_fn(logp, torch.zeros_like(old), data, 0.2, None, None)
 
-        def each(*double: Tensor) -> Tensor:  # it accepts only fp32
+        def each(*double: Tensor) -> Tensor:  # the trainer's function accepts only fp32
             logp, teacher, old = (x.float() for x in double)
             return torch.stack([one(logp[i], teacher[i], old[i]) for i in range(len(logp))])[:, None]
 
@@ -78,7 +78,7 @@ def tinker_cookbook() -> Sequence[PeerTerm]:
     from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
     def penalty(old: Tensor, ref: Tensor) -> Tensor:
-        """All tokens as one batch: each row is a prompt of one token and the token itself."""
+        """The penalties of all tokens as one batch. Each row is a prompt of one token and the token itself."""
         base = iter(ref[:, 0].tolist())
 
         def sample(**_: Any) -> Any:

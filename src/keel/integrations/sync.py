@@ -1,4 +1,4 @@
-"""Compare a sampler's weights with the policy's, by a digest of each tensor, for any trainer with vLLM."""
+"""Compare a vLLM sampler's weights with the policy's by a digest of each tensor, in any trainer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weigh
 from keel.rollout.vllm.worker import KeelWorker
 
 logger = logging.getLogger("keel")
-MAX_STEPS = 8  # steps whose digests are kept, to name the weights that the sampler has instead
-MAX_NAMES = 3  # tensors that a message names
+MAX_STEPS = 8  # number of steps whose digests are kept, to identify the step of a stale sampler's weights
+MAX_NAMES = 3  # largest number of tensors that a message names
 
 
 class Sampler:
-    """Reads of a vLLM: its tensors under a checkpoint's names, their digests, the adapter in a slot, the dtype."""
+    """Reads from vLLM: its tensors under checkpoint names, their digests, the adapter in a slot, and the dtype."""
 
     def __init__(self, call: Callable[..., list[Any]]) -> None:
         self._call = call
@@ -34,7 +34,7 @@ class Sampler:
 
     @classmethod
     def colocated(cls, llm: Any) -> Sampler:
-        """A `vllm.LLM` whose worker is in this process, as TRL's colocated one is."""
+        """A `vllm.LLM` whose worker is in this process, for example TRL's colocated vLLM."""
 
         def call(method: str, *args: Any) -> list[Any]:
             try:
@@ -51,7 +51,7 @@ class Sampler:
 
     @classmethod
     def served(cls, *urls: str) -> Sampler:
-        """One or more `vllm serve` that were started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
+        """One or more `vllm serve` processes, started with VLLM_SERVER_DEV_MODE=1 and Keel's worker extension."""
         import httpx2
 
         def ask(url: str, method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -80,12 +80,12 @@ class Sampler:
         return _agreed(self._call("keel_digests"))
 
     def adapter(self, slot: int, ranks: Mapping[str, int]) -> dict[str, str]:
-        """The digests of an adapter's matrices; none where it is not loaded."""
+        """The digests of an adapter's matrices; empty if the adapter is not loaded."""
         return _agreed(self._call("keel_adapter", slot, dict(ranks)))
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The digests on which all workers agree. Others are left out, so that these tensors count as wrong."""
+    """The digests that are equal on all workers. Other tensors are left out and therefore count as wrong."""
     first, *others = workers
     return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
@@ -98,7 +98,7 @@ class _SyncWorker(KeelWorker):
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Tensor-parallel shards are not compared."""
+    """Raise for tensor-parallel shards, because they cannot be compared."""
     for path, module in model.named_modules():
         if getattr(module, "tp_size", 1) > 1:
             raise _sharded(path)
@@ -112,7 +112,7 @@ def _sharded(name: str) -> KeelError:
 
 
 def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a sampler without adapters must have, by checkpoint name; adapters are merged as peft does."""
+    """The tensors, by checkpoint name, that a sampler without adapters must have. Adapters are merged as in peft."""
     inner: Any = causal_lm(policy)
     adapted = {path: module for path, module in inner.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in inner.named_parameters():
@@ -126,7 +126,7 @@ def merged_weights(policy: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str,
 
 @torch.no_grad()
 def merged_parameter(layer: Any, leaf: str) -> Tensor:
-    """A parameter of an adapted layer with its adapters merged. The layer is restored bit by bit."""
+    """A parameter of an adapted layer with its adapters merged. The layer's bits are restored afterwards."""
     base = layer.get_base_layer()
     if layer.merged:
         return base.get_parameter(leaf).detach()
@@ -141,7 +141,11 @@ def merged_parameter(layer: Any, leaf: str) -> Tensor:
 
 @dataclass(frozen=True)
 class SyncResult:
-    """One comparison: the tensors that differ, the last step without a difference, the step whose weights they are."""
+    """The result of one comparison.
+
+    `wrong` are the tensors that differ. `sound_until` is the last step without a difference. `weights_of` is the step
+    whose weights the sampler has instead, if known.
+    """
 
     step: int
     compared: int
@@ -162,9 +166,10 @@ class SyncResult:
 
 
 class SyncLedger:
-    """Digests of the policy after each update, and comparisons of a sampler with them.
+    """Stores digests of the policy after each update and compares a sampler with them.
 
-    `slot` is the adapter's id in a sampler that keeps LoRA beside its base; without one, adapters are merged into it.
+    `slot` is the adapter's id in a sampler that stores LoRA separately from the base weights. Without a slot, the
+    sampler must have the adapters merged into its weights.
     """
 
     def __init__(self, sampler: Sampler, policy: nn.Module, slot: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The tested versions of other trainers: Keel overrides methods that a minor version may change."""
+"""The tested versions of other trainers. Keel overrides methods that a minor version may change."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from keel.base.errors import KeelError
 
 
 def minor(version: str) -> str:
-    """`1.16` of `1.16.0`."""
+    """The minor version, such as `1.16` for `1.16.0`."""
     return ".".join(version.split(".")[:2])
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """A trainer that Keel works inside of: its minor versions that were tested, and what pip installs for it.
+    """A trainer that Keel extends: its tested minor versions, and the requirement for pip.
 
-    `overridden` are its methods that Keel's trainer overrides, `base` the requirement of the package that has them.
+    `overridden` are the methods that Keel's trainer overrides. `base` is the requirement of the package that defines
+    them.
     """
 
     peer: str
@@ -32,7 +33,7 @@ class Bridge:
         return f"keel.integrations.{self.peer.lower()}"
 
     def check_version(self) -> str:
-        """The installed version; raises an error if it is not a tested one."""
+        """The installed version. Raises if this version is not tested."""
         try:
             installed = version(self.peer.lower())
         except PackageNotFoundError:
@@ -45,7 +46,7 @@ class Bridge:
         return installed
 
     def check_names(self, owner: type, names: Sequence[str] | None = None) -> None:
-        """Refuse a class without the overridden or called methods: an override that is never called does nothing."""
+        """Refuse a class that lacks the overridden or called methods: an override would then never be called."""
         missing = [name for name in (self.overridden if names is None else names) if not hasattr(owner, name)]
         if missing:
             package = self.base.partition("=")[0]
@@ -59,7 +60,7 @@ TRL = Bridge(
     peer="TRL",
     tested=("1.16",),
     install="'keel-rl[trl]'",
-    base="transformers==5.22.*",  # TRL's own methods are those of a tested version
+    base="transformers==5.22.*",  # the TRL versions above pin TRL's own methods
     overridden=(
         *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss", "training_step"),
         *("_get_grad_norm", "evaluation_loop"),
@@ -73,4 +74,4 @@ VERL = Bridge(
     base="verl==0.9.*",
     overridden=("_step_once", "_compute_advantage", "_update_actor", "_save_checkpoint", "_load_checkpoint"),
 )
-VERL_WORKER_METHODS = ("set_loss_fn", "update_actor")  # that Keel calls
+VERL_WORKER_METHODS = ("set_loss_fn", "update_actor")  # methods that Keel calls

@@ -1,4 +1,4 @@
-"""KL as pure functions on torch tensors: estimators, gradient forms, placement, facts, controllers."""
+"""The KL term as pure functions of torch tensors: estimators, gradient forms, placement, facts, controllers."""
 
 from typing import TYPE_CHECKING
 

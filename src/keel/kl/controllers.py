@@ -1,7 +1,7 @@
-"""Controllers of β: fixed, scheduled, or driven by the measured KL. `init` and `update` pass plain-data state.
+"""Controllers of β: fixed, scheduled, or driven by the measured KL. `init` and `update` return plain-data state.
 
-Every controller declares the unit of the KL it reads (`per_token`: mean nats per token; `per_sequence`: nats summed
-over a sequence), keeps β within bounds, ignores a non-finite KL, and supports a linear warm-up.
+Every controller declares the unit of the KL that it reads (`per_token`: mean nats per token; `per_sequence`: nats
+summed over a sequence). It keeps β within bounds, ignores a non-finite KL, and supports a linear warm-up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KLState:
     """A controller's state; `beta` is the coefficient of this step."""
 
     beta: float
-    base: float  # before warm-up
+    base: float  # the coefficient before warm-up scales it
     step: int = 0
     smoothed: float | None = None
     integral: float = 0.0
@@ -66,10 +66,10 @@ Rule = Callable[[KLState, float], KLState]
 
 @dataclass(frozen=True)
 class RuleController:
-    """All built-in controllers: a rule for the base coefficient, bounds, and a linear warm-up on top.
+    """The class of all built-in controllers: a rule for the base coefficient, bounds, and a linear warm-up.
 
-    `rule` maps (state, measured KL) to a state with a new `base`; it is not called when the KL is missing or not
-    finite. `schedule` instead sets the base from the step alone.
+    `rule` maps (state, measured KL) to a state with a new `base`. It is not called if the KL is missing or not finite.
+    `schedule` sets the base from the step alone.
     """
 
     beta: float
@@ -87,7 +87,7 @@ class RuleController:
             raise KeelError(f"kl.beta must be finite and not negative, got {self.beta}")
         if not 0 <= low <= high:
             raise KeelError(f"the controller's bounds must satisfy 0 ≤ low ≤ high, got {low} and {high}")
-        if self.beta > 0 or self.rule is None:  # with a rule, β 0 starts at the lower bound
+        if self.beta > 0 or self.rule is None:  # with a rule, β = 0 is replaced by the lower bound
             _within("kl.beta", self.beta, self.bounds)
         if self.warmup_steps < 0:
             raise KeelError(f"warmup_steps must not be negative, got {self.warmup_steps}")
@@ -99,13 +99,13 @@ class RuleController:
         return replace(state, base=base, beta=base * factor)
 
     def init(self) -> KLState:
-        """The state at step 0: with a warm-up, β starts at 0."""
+        """The state at step 0. With a warm-up, β is 0."""
         base = self.schedule(0) if self.schedule else self.beta
         return self._with_beta(KLState(beta=base, base=base))
 
     def update(self, state: KLState, kl: float | None) -> KLState:
-        """The state for the next step, given the KL measured at this one (None when it was not measured)."""
-        warm = state.step >= self.warmup_steps  # during warm-up β is small on purpose; a rule would wind up against it
+        """The state for the next step, given the KL of this step (None if it was not measured)."""
+        warm = state.step >= self.warmup_steps  # rules wait for the end of warm-up, to prevent integral windup
         if self.rule is not None and warm and kl is not None and math.isfinite(kl):
             state = self.rule(state, kl)
         state = replace(state, step=state.step + 1)
@@ -157,7 +157,7 @@ def fixed(
 def warmup(
     beta: float, steps: int, unit: str = "per_token", low: float = 0.0, high: float = math.inf
 ) -> RuleController:
-    """β rises linearly from 0 to `beta` over `steps` steps, then is constant."""
+    """β rises linearly from 0 to `beta` over `steps` steps and is then constant."""
     _positive("steps", steps)
     return RuleController(beta, unit, steps, (low, high))
 
@@ -171,7 +171,7 @@ def linear(
     low: float = 0.0,
     high: float = math.inf,
 ) -> RuleController:
-    """β moves linearly from `beta` to `end` over `steps` steps, then is constant."""
+    """β changes linearly from `beta` to `end` over `steps` steps and is then constant."""
     _positive("steps", steps)
     _within("kl.controller.end", _not_negative("end", end), (low, high))
 
@@ -190,7 +190,7 @@ def cosine(
     low: float = 0.0,
     high: float = math.inf,
 ) -> RuleController:
-    """β moves from `beta` to `end` along half a cosine over `steps` steps, then is constant."""
+    """β changes from `beta` to `end` by a cosine schedule over `steps` steps and is then constant."""
     _positive("steps", steps)
     _within("kl.controller.end", _not_negative("end", end), (low, high))
 
@@ -200,10 +200,10 @@ def cosine(
     return RuleController(beta, unit, warmup_steps, (low, high), schedule=at)
 
 
-# Default bounds of multiplicative rules, which cannot leave 0 or infinity.
+# Default bounds of multiplicative rules. Such a rule cannot change a β of 0 or infinity.
 BOUNDS = (1e-6, 100.0)
 
-# high, up, low, down: KL > high·target → β·up; KL < low·target → β·down. Bounds are the source's, if it has any.
+# (high, up, low, down, bounds): KL > high·target → β·up; KL < low·target → β·down. Bounds are those of the source.
 STEP_PRESETS: dict[str, tuple[float, float, float, float, tuple[float, float]]] = {
     "ppo": (1.5, 2.0, 1 / 1.5, 0.5, BOUNDS),
     "tutorial": (1.5, 1.5, 0.5, 0.75, BOUNDS),
@@ -221,7 +221,10 @@ def step_rule(
     low: float | None = None,
     high: float | None = None,
 ) -> RuleController:
-    """Multiply β above a band around the target, divide it below (PPO 1707.06347, and three presets from practice)."""
+    """Increase β if the KL is above a band around the target, and decrease it if the KL is below the band.
+
+    Presets: PPO (1707.06347), and three from practice.
+    """
     if preset not in STEP_PRESETS:
         raise unknown("step-rule preset", preset, STEP_PRESETS)
     above, up, below, down, bounds = STEP_PRESETS[preset]
@@ -246,7 +249,7 @@ def ziegler(
     low: float = BOUNDS[0],
     high: float = BOUNDS[1],
 ) -> RuleController:
-    """β ← β(1 + n/horizon · clip(KL/target − 1, ±0.2)), n episodes a step (Ziegler et al. 1909.08593)."""
+    """β ← β(1 + n/horizon · clip(KL/target − 1, ±0.2)) with n episodes per step (Ziegler et al. 1909.08593)."""
     gain = _positive("episodes_per_step", episodes_per_step) / _positive("horizon", horizon)
     _target(target)
     _can_multiply(beta, low)
@@ -269,10 +272,10 @@ def dual_ascent(
     low: float = 1e-6,
     high: float = 10.0,
 ) -> RuleController:
-    """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or the same on log β with KL/ε − 1.
+    """β as the multiplier of the constraint KL ≤ target: β ← [β + η(KL − ε)]₊, or log β ← log β + η(KL/ε − 1).
 
-    `smoothing` replaces the KL by its exponential moving average. The lag makes β, which already integrates the error,
-    overshoot.
+    `smoothing` replaces the KL by its exponential moving average. β integrates the error, so the lag of the average
+    makes β overshoot.
     """
     _target(target)
     _positive("learning_rate", learning_rate)
@@ -304,7 +307,7 @@ def pid(
 ) -> RuleController:
     """β = β₀ + [Kp·e + Ki·Σe + Kd·(Δe)₊]₊ with e = KL/target − 1 (Stooke et al. 2020).
 
-    Anti-windup: the integral stays between 0 and the value that alone takes β to its upper bound.
+    Anti-windup: the integral is limited to the range between 0 and the value at which it alone gives the upper bound.
     """
     _target(target)
     for name, gain in (("proportional", proportional), ("integral", integral), ("derivative", derivative)):
@@ -312,7 +315,7 @@ def pid(
     largest = (high - beta) / integral if integral > 0 else 0.0
 
     def rule(state: KLState, kl: float) -> KLState:
-        error = min(kl / target - 1.0, 1e9)  # finite whatever the KL is
+        error = min(kl / target - 1.0, 1e9)  # finite for any KL
         rise = 0.0 if state.previous_error is None else max(0.0, error - state.previous_error)
         total = min(max(0.0, state.integral + error), max(0.0, largest))
         correction = max(0.0, proportional * error + integral * total + derivative * rise)
@@ -346,12 +349,12 @@ def get_controller(name: str) -> Callable[..., BetaController]:
 
 
 def controller_from_options(kl: KLTermOptions, episodes_per_step: int) -> BetaController:
-    """The controller that the options name; `episodes_per_step` goes to controllers that take it."""
+    """The controller that the options name. `episodes_per_step` is passed to controllers with that parameter."""
     return _build(kl.controller.name, kl.beta, kl.controller.params, episodes_per_step=episodes_per_step)
 
 
 def build_controller(name: str, beta: float, **parameters: Any) -> BetaController:
-    """The named controller with its own parameters; an unknown parameter raises an error that lists the valid ones."""
+    """The named controller with its parameters. An unknown parameter raises an error that lists the valid ones."""
     return _build(name, beta, parameters)
 
 

@@ -1,7 +1,7 @@
 """A user's own estimator, `module:attr`: a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp).
 
-Its parameters follow its name: `module:attr(width=0.5)`. They are part of the name because the audit verifies the
-function with exactly these values.
+Parameters follow the name: `module:attr(width=0.5)`. They are part of the name because the audit verifies the function
+with these values only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _SPEC = re.compile(r"(?P<path>[^()]+)(?:\((?P<params>.*)\))?", re.DOTALL)
 
 
 def is_custom(name: str) -> bool:
-    """Whether an estimator is a user's own, `module:attr` with or without parameters."""
+    """Whether an estimator is a user's own: `module:attr` with or without parameters."""
     match = _SPEC.fullmatch(name)
     return match is not None and is_import_path(match["path"])
 
 
 def custom_estimator(name: str) -> Callable[..., object]:
-    """The user's function with the parameters of its name bound."""
+    """The user's function, bound to the parameters in its name."""
     match = _SPEC.fullmatch(name)
     path, text = (name, None) if match is None else (match["path"], match["params"])
     function: Callable[..., object] = import_object(path, "kl.estimator")
@@ -52,7 +52,7 @@ def takes_ratio(function: Callable[..., object]) -> bool:
     """Whether the function takes one tensor, the log-ratio d."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return False
     positional = [
         p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
@@ -61,13 +61,13 @@ def takes_ratio(function: Callable[..., object]) -> bool:
 
 
 def arity(function: Callable[..., object]) -> int:
-    """2 for (logp, ref), 3 where a third positional parameter is `old`.
+    """2 for (logp, ref), 3 for (logp, ref, old).
 
-    A third parameter counts as `old` if it has no default or its name starts with `old`; `clamp=10.0` does not.
+    A third parameter counts as `old` if it has no default or its name starts with `old`. `clamp=10.0` does not count.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # built without a signature: assume the full one
+    except ValueError:  # a built-in without a signature: assume three parameters
         return 3
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < 3:

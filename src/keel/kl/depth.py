@@ -1,4 +1,4 @@
-"""KL by depth: the mean of per-token values in bins of the context, each twice as long as the one before."""
+"""KL by depth: the mean of per-token values in bins of the context position, each twice as wide as the previous one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from keel.base.metrics import Number
 
 FIRST_BIN_TOKENS = 64  # the first bin ends here, the next at 128, 256, …
-MIN_COMPLETIONS = 4  # that must reach a bin: fewer give no standard error
+MIN_COMPLETIONS = 4  # bins with fewer completions are left out, because they give no standard error
 METRIC_PREFIX = "kl/sampler_policy/depth_"  # followed by the bin's start, then /mean or /se
 
 
 def depth_bin(position: Tensor) -> Tensor:
-    """The start of the bin of each context position: 0, 64, 128, 256, …"""
+    """The start of each context position's bin: 0, 64, 128, 256, …"""
     doublings = (position.double() / FIRST_BIN_TOKENS).clamp_min(0.5).log2().floor()
     return torch.where(doublings < 0, 0, FIRST_BIN_TOKENS * 2**doublings).long()
 
@@ -35,7 +35,7 @@ def occupied_bins(where: Tensor, mask: Tensor) -> tuple[int, ...]:
 def mean_by_depth(
     values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]
 ) -> dict[int, tuple[Number, Number]]:
-    """Mean and standard error `{start: (mean, se)}` of values `[B, T]`; the error is clustered by completion."""
+    """Mean and standard error `{start: (mean, se)}` of values `[B, T]`, clustered by completion."""
     result: dict[int, tuple[Number, Number]] = {}
     own, values = depth_bin(where), values.detach().double()
     for start in starts:
@@ -50,7 +50,7 @@ def mean_by_depth(
 
 
 def depth_metrics(values: Tensor, mask: Tensor, where: Tensor, starts: Sequence[int]) -> dict[str, Number]:
-    """`mean_by_depth` as metrics; none if all tokens lie in one bin."""
+    """`mean_by_depth` as metrics; empty if all tokens are in one bin."""
     if len(starts) < 2:
         return {}
     means = mean_by_depth(values, mask, where, starts)

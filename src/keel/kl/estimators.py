@@ -1,6 +1,6 @@
 """Value estimators of KL(policy‖reference) from tokens that the policy sampled.
 
-Each is a function of d = log p − log π alone. `keel.kl.facts` states what each *gradient* does.
+Each is a function of d = log p − log π alone. `keel.kl.facts` lists their expected *gradients*.
 Source: Schulman, http://joschu.net/blog/kl-approx.html
 """
 
@@ -20,7 +20,7 @@ Estimator = Callable[[Tensor], Tensor]
 
 
 def k1(d: Tensor) -> Tensor:
-    """k1 = −d. Unbiased for KL(π‖p), high variance, either sign."""
+    """k1 = −d. Unbiased for KL(π‖p), but with high variance and of either sign."""
     return -d
 
 
@@ -30,12 +30,12 @@ def k2(d: Tensor) -> Tensor:
 
 
 def k3(d: Tensor) -> Tensor:
-    """k3 = e^d − 1 − d, never negative. Unbiased for KL(π‖p) where E_π[r] = 1; its plain gradient is ∇KL(p‖π)."""
+    """k3 = e^d − 1 − d ≥ 0. Unbiased for KL(π‖p) if E_π[p/π] = 1. Its plain gradient is that of KL(p‖π)."""
     return torch.expm1(d) - d
 
 
 def absolute(d: Tensor) -> Tensor:
-    """|d|. Not a KL: it bounds k1, and its gradient in the loss is that of ‖π − p‖₁, twice the total variation."""
+    """|d| ≥ k1. It estimates no KL. Its gradient in the loss is that of ‖π − p‖₁, twice the total variation."""
     return d.abs()
 
 
@@ -43,7 +43,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType({"k1": k1, "k2": k2, "k3"
 
 
 def get_estimator(name: str) -> Estimator:
-    """The named estimator; an unknown name gets a suggestion."""
+    """The named estimator. The error for an unknown name suggests a similar one."""
     if name not in ESTIMATORS:
         raise unknown("estimator", name, ESTIMATORS)
     return ESTIMATORS[name]
@@ -60,7 +60,7 @@ def estimate(
 ) -> Tensor:
     """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient.
 
-    A user's own (`module:attr`) gets the clamped log-ratio as the difference of its first two arguments.
+    For a user's own estimator (`module:attr`), the difference of the first two arguments is the clamped log-ratio.
     """
     d = log_ratio(logp, ref_logp, mask, clamp).d
     if not is_custom(name):
@@ -71,7 +71,7 @@ def estimate(
 
 
 def custom_estimate(name: str, d: Tensor, logp: Tensor, old_logp: Tensor) -> Tensor:
-    """The values `[B, T]` of a user's own estimator; `d` is ref minus policy."""
+    """The values `[B, T]` of a user's own estimator; d = log p − log π."""
     function = custom_estimator(name)
     arguments = (d,) if takes_ratio(function) else (logp, logp + d, old_logp)[: arity(function)]
     return call_checked(name, function, *arguments).to(logp.dtype)
@@ -101,6 +101,6 @@ def call_checked(name: str, function: Callable[..., object], *arguments: Tensor)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the mask; 0, with a gradient of 0, where the mask is empty."""
+    """Mean over the mask. For an empty mask, the mean and its gradient are 0."""
     check_mask(mask, values.shape)
     return select(at_least_fp32(values), mask).sum() / mask.sum().clamp_min(1)

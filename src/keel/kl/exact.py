@@ -1,6 +1,6 @@
 """Divergences over the vocabulary: the exact KL in both directions, JSD, and the KL truncated to the top k tokens.
 
-All take log-probabilities `[..., V]` (normalised) and return `[...]` in nats.
+All functions take normalised log-probabilities `[..., V]` and return `[...]` in nats.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from keel.kl.ratios import check_same_shape, finite_floor
 if TYPE_CHECKING:
     from keel.kl.options import KLTermOptions
 
-# (policy log-probabilities [..., V], the reference's, sampled tokens [...]) -> [...]
+# (policy log-probabilities [..., V], reference log-probabilities [..., V], sampled tokens [...]) -> [...]
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 DIRECTIONS = ("policy_ref", "ref_policy")
 
 
 def _finite(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, checked, in one dtype (at least fp32), with −inf made finite."""
+    """Check both, convert them to one dtype (at least fp32), and replace −inf by a finite floor."""
     check_same_shape(policy_logprobs=policy, ref_logprobs=reference)
     dtype = torch.promote_types(policy.dtype, reference.dtype)
     return finite_floor(policy.to(dtype)), finite_floor(reference.to(dtype))
@@ -56,7 +56,7 @@ def jsd(policy_logprobs: Tensor, ref_logprobs: Tensor, weight: float = 0.5) -> T
 
 
 def _split(policy: Tensor, reference: Tensor, k: int, of: str) -> tuple[Tensor, Tensor]:
-    """The top k tokens of policy or reference as a boolean head mask `[..., V]`, and their part of the exact KL."""
+    """The top k tokens of policy or reference as a boolean mask `[..., V]` (the head), and the head sum of the KL."""
     vocabulary = policy.shape[-1]
     if not 0 < k < vocabulary:
         raise KeelError(f"k must be between 1 and the vocabulary less one ({vocabulary - 1}), got {k}")
@@ -67,7 +67,7 @@ def _split(policy: Tensor, reference: Tensor, k: int, of: str) -> tuple[Tensor, 
 
 
 def _log_tail(logprobs: Tensor, head: Tensor) -> Tensor:
-    """log of the probability outside the head, summed directly: 1 − Π would cancel."""
+    """log of the probability outside the head. It is summed directly, because 1 − Π would cancel."""
     floor = torch.finfo(logprobs.dtype).min
     return torch.logsumexp(torch.where(head, torch.full_like(logprobs, floor), logprobs), dim=-1)
 
@@ -75,8 +75,8 @@ def _log_tail(logprobs: Tensor, head: Tensor) -> Tensor:
 def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int, of: str = "policy") -> Tensor:
     """KL of the (k+1)-category distribution: the top k tokens of policy or reference, and one bucket for all others.
 
-    Σ_head π u + (1−Π) log((1−Π)/(1−P)). Never negative, and a lower bound of the exact KL. The head sum alone is
-    neither, and can be negative.
+    Σ_head π u + (1−Π) log((1−Π)/(1−P)). It is never negative and a lower bound of the exact KL. The head sum alone has
+    neither property.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
     head, head_sum = _split(policy, reference, k, of)
@@ -87,10 +87,11 @@ def topk_kl(policy_logprobs: Tensor, ref_logprobs: Tensor, k: int, of: str = "po
 def topk_kl_unbiased(
     policy_logprobs: Tensor, ref_logprobs: Tensor, tokens: Tensor, k: int, of: str = "policy"
 ) -> Tensor:
-    """Exact head plus, for a sampled token outside it, that token's own u: unbiased for KL(π‖p), value and gradient.
+    """The exact head sum, plus u of the sampled token if it is outside the head.
 
-    Gradient Σ_head π u s, and u_y·s_y for a token y outside the head. The terms without u are left out: their
-    expectation is E[s] = 0, and without them the gradient of equal distributions is 0 on every sample.
+    Value and gradient are unbiased for KL(π‖p). The gradient is Σ_head π u s, plus u_y·s_y for a token y outside the
+    head. Terms without u are left out: their expectation is E[s] = 0, and without them the gradient of equal
+    distributions is 0 on every sample.
     `tokens` holds one token per distribution, or several `[..., S]` with a value for each.
     """
     policy, reference = _finite(policy_logprobs, ref_logprobs)
@@ -112,7 +113,7 @@ def topk_kl_unbiased(
 def penalty_divergence(kl: KLTermOptions, top_of: str = "policy") -> Divergence | None:
     """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include.
 
-    `top_of`: whose top tokens `topk` and `topk_unbiased` take, the policy's or the reference's.
+    `top_of` selects whose top tokens `topk` and `topk_unbiased` use: "policy" or "reference".
     """
     if kl.estimator == "jsd":
         return lambda policy, ref, tokens: jsd(policy, ref, kl.jsd_weight)

@@ -1,8 +1,8 @@
-"""Facts on each KL pairing, as data: `keel verify` proves the rows, option validation reads them.
+"""Facts on each KL pairing, as data. `keel verify` proves the rows, and option validation reads them.
 
-A row states, for an estimator, placement, sampling and gradient form, what the value estimates and what the expected
-gradient is if every token has equal weight. `under_reduction` adds the effect of the loss's reduction.
-Derivations: kl.md in the docs; every row is checked by exact enumeration, and under every loss.
+A row is one combination of estimator, placement, sampling and gradient form. It states the quantity that the value
+estimates, and the expected gradient if every token has equal weight. `under_reduction` adds the effect of the loss's
+reduction. See kl.md in the docs for derivations. Every row is checked by exact enumeration, also under every loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WEIGHTS = ("rho", "sg_rho")
 POLICY_REF, REF_POLICY, JSD, TOPK = "policy||ref", "ref||policy", "jsd", "topk"
 NEAR = f"near {POLICY_REF}"
 LENGTH_WEIGHTED = "length-weighted "
-ALONG = "along "  # of a divergence that is summed over the tokens of the policy's own completions
+ALONG = "along "  # prefix for a divergence that is summed over the tokens of the policy's own completions
 
 _GRADIENTS = {
     POLICY_REF: "∇KL(policy‖ref)",
@@ -57,7 +57,7 @@ REFUSED = ("zero", "away", "wrong")
 
 @dataclass(frozen=True)
 class Fact:
-    """One row: the pairing, what its value estimates, what its expected gradient is."""
+    """One row: the pairing, the quantity that its value estimates, and its expected gradient."""
 
     estimator: str
     placement: str
@@ -68,7 +68,7 @@ class Fact:
     level: str = "token"
 
 
-# estimator: {weight: (expected gradient on-policy, off-policy)} of its own gradient in the loss, per token.
+# For an estimator's own gradient in the loss, per token. estimator: {weight: (expectation on-policy, off-policy)}
 _SAMPLED: dict[str, dict[str, tuple[str, str]]] = {
     "k1": {"plain": ("zero", "away"), "rho": (POLICY_REF, POLICY_REF), "sg_rho": ("zero", "zero")},
     "k2": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
@@ -89,19 +89,19 @@ _SUMMED = {
     "exact_reverse": dict.fromkeys(("plain", "rho", "sg_rho"), (REF_POLICY, REF_POLICY)),
     "jsd": dict.fromkeys(("plain", "rho", "sg_rho"), (JSD, JSD)),
     "topk": dict.fromkeys(("plain", "rho", "sg_rho"), (TOPK, TOPK)),
-    # the tail is sampled, so importance weights matter
+    # The tail is sampled, so the expectation depends on importance weights.
     "topk_unbiased": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
 }
 
 
 def over_vocabulary(estimator: str) -> bool:
-    """Whether an estimator uses both distributions over the vocabulary instead of the sampled token alone."""
+    """Whether an estimator uses both distributions over the vocabulary instead of only the sampled token."""
     return estimator in _SUMMED
 
 
 @dataclass(frozen=True)
 class GradientForm:
-    """How a KL value gets its gradient: the importance ratio that weights it and the estimator that carries it."""
+    """The gradient form of a KL value: the importance ratio that weights it, and the estimator that carries it."""
 
     weight: str | None = None
     carrier: str | None = None
@@ -127,7 +127,7 @@ def parse_gradient(text: str) -> GradientForm:
 
 
 def _with_carriers(estimator: str, own_forms: dict[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """All gradient forms of an estimator; with a carrier, the gradient is the carrier's under that weight."""
+    """All gradient forms of an estimator. A form with a carrier has the carrier's gradient under the same weight."""
     carried = {
         carrier if weight == "plain" else f"{weight}*{carrier}": verdicts
         for carrier, forms in _SAMPLED.items()
@@ -143,15 +143,16 @@ _LOSS = {
     for name, forms in (_SAMPLED | _SUMMED).items()
 }
 
-# estimator: expected gradient in the reward or the advantage (detached; the policy term carries the ratio).
+# estimator: expected gradient in the reward or the advantage. The value is detached; the policy term has the ratio.
 _SCORE = {"k1": POLICY_REF, "k2": "wrong", "k3": "wrong", "abs": "wrong", "exact": "zero", "exact_reverse": "zero"}
 _SCORE |= {"jsd": "zero", "topk": "zero", "topk_unbiased": "wrong"}
 
-# What E[value] is on samples from the policy, or from μ with the ratio as a weight.
+# estimator: the quantity that E[value] equals, on samples from the policy, or from μ weighted by the ratio.
 _VALUE = {"k1": POLICY_REF, "k2": "none", "k3": POLICY_REF, "abs": "none", "exact": POLICY_REF}
 _VALUE |= {"exact_reverse": REF_POLICY, "jsd": JSD, "topk": TOPK, "topk_unbiased": POLICY_REF}
 
-# The sequence level, in the loss: on samples from the policy, or from μ weighted by the sequence's ratio.
+# estimator: expected gradient in the loss at sequence level, on samples from the policy, or from μ weighted by the
+# sequence's ratio.
 _SEQUENCE = {"k1": POLICY_REF, "k2": POLICY_REF, "k3": REF_POLICY, "exact": POLICY_REF, "topk_unbiased": POLICY_REF}
 _SEQUENCE |= {"exact_reverse": f"{ALONG}{REF_POLICY}", "jsd": f"{ALONG}{JSD}", "topk": f"{ALONG}{TOPK}"}
 
@@ -178,7 +179,7 @@ def _rows() -> tuple[Fact, ...]:
             rows.append(Fact(estimator, "loss", sampling, "sequence", value, verdict, level="sequence"))
     for placement in ("reward", "advantage"):
         for sampling in ("on", "off"):
-            # off-policy the policy term's token ratio ρ_t is not the sequence's
+            # Off-policy, the policy term has the token ratio ρ_t instead of the sequence's ratio.
             verdict = POLICY_REF if sampling == "on" else NEAR
             rows.append(Fact("k1", placement, sampling, "score", POLICY_REF, verdict, level="sequence"))
             for estimator in (name for name in _SCORE if name != "k1"):
@@ -193,7 +194,7 @@ FACTS: tuple[Fact, ...] = _rows()
 def find_fact(
     estimator: str, placement: str, sampling: str, gradient: str, level: str = "token", facts: Sequence[Fact] = ()
 ) -> Fact | None:
-    """The row of a pairing, or None; `facts` are further rows beside Keel's own."""
+    """The row of a pairing, or None. `facts` are rows in addition to Keel's own."""
     key = (estimator, placement, sampling, gradient, level)
     for fact in (*FACTS, *facts):
         if (fact.estimator, fact.placement, fact.sampling, fact.gradient, fact.level) == key:
@@ -202,16 +203,17 @@ def find_fact(
 
 
 def term_reduction(placement: str, kl_reduction: str, loss_reduction: str) -> str:
-    """The reduction of the KL over tokens; in the reward and the advantage it is the loss's own."""
+    """The reduction of the KL over tokens. In the reward and the advantage, it is the loss's own."""
     return loss_reduction if placement != "loss" or kl_reduction == "loss" else "token_mean"
 
 
 def under_reduction(verdict: str, reduction: str, *, with_score: bool = False) -> str:
     """A row's expected gradient after the loss's `reduction`.
 
-    A mean over each completion weights its tokens by 1/length, and the length depends on the sampled tokens: a correct
-    gradient becomes approximate, and a zero one becomes nonzero. `with_score`: the gradient contains a bare score ρ·s
-    (ρ·k1's is ρ·(u + 1)·s), zero in expectation under equal weights; under 1/length it favours longer completions.
+    A mean over each completion weights its tokens by 1/length, and the length depends on the sampled tokens. A correct
+    gradient then becomes approximate, and a zero gradient becomes nonzero. `with_score` means that the gradient
+    contains a plain score ρ·s, such as ρ·(u + 1)·s of ρ·k1. Its expectation is zero under equal weights. Weighted by
+    1/length, it favours longer completions.
     """
     if reduction != "sequence_mean":
         return verdict
@@ -227,7 +229,7 @@ def divergence_of(verdict: str) -> str:
 
 @dataclass(frozen=True)
 class Pairing:
-    """A checked choice: the gradient form and a description of its effect; `proven` is false if no row covers it."""
+    """A checked pairing: the gradient form and a note on its effect. `proven` is false if no row covers it."""
 
     estimator: str
     placement: str
@@ -239,9 +241,9 @@ class Pairing:
 
 
 def _auto(estimator: str) -> str:
-    """sg(ρ)·k2's gradient ρ·u·s is correct on- and off-policy and grows like d, not e^d.
+    """The gradient form for `auto`: sg(ρ)·k2, or the estimator's own gradient for a user's own estimator.
 
-    A user's own estimator keeps its own gradient.
+    The gradient ρ·u·s of sg(ρ)·k2 is correct on- and off-policy, and grows like d instead of e^d.
     """
     if estimator in ("k2", "topk_unbiased"):
         return "sg_rho"
@@ -250,7 +252,7 @@ def _auto(estimator: str) -> str:
 
 def _advice(placement: str, level: str, custom: bool) -> str:
     if placement == "loss" and level == "token" and custom:
-        return "use estimator=k3 with gradient=auto"  # auto keeps a user's own gradient
+        return "use estimator=k3 with gradient=auto"  # for a user's own estimator, auto is its own gradient
     if placement == "loss":
         return "use gradient=auto" if level == "token" else "use estimator=exact (Rao-Blackwell) or k1"
     return f"use estimator=k1 in the {placement}, or move the term to placement=loss"
@@ -267,11 +269,12 @@ def check_pairing(
     reduction: str = "token_mean",
     facts: Sequence[Fact] = (),
 ) -> Pairing:
-    """Resolve `auto`, and refuse a pairing whose expected gradient is zero or wrong, with the closest correct one.
+    """Resolve `auto`, and refuse a pairing whose expected gradient is zero or wrong.
 
-    `off_policy`: a batch serves several updates, or the sampler lags. `reduction` averages the term over tokens (in the
-    reward and the advantage it is the loss's own). `allow_biased` accepts the pairing; the note still states its
-    gradient. `facts` are the rows of a user's own estimator from its audit.
+    The error suggests the closest correct pairing. `off_policy` means several updates per batch or stale samples.
+    `reduction` averages the term over tokens; in the reward and the advantage it is the loss's own. `allow_biased`
+    accepts any pairing; the note still states its gradient. `facts` are the rows of a user's own estimator from its
+    audit.
     """
     custom = estimator not in _LOSS
     if custom and not is_custom(estimator):
@@ -286,7 +289,7 @@ def check_pairing(
             f"{', '.join(_SEQUENCE)}"
         )
     if placement == "reward":
-        level = "sequence"  # a reward is one number a completion: its penalty is the sum over all tokens
+        level = "sequence"  # a reward is one number per completion, so its penalty is the sum over all tokens
     if gradient == "auto":
         has_forms = placement == "loss" and level == "token"
         form = parse_gradient(_auto(estimator)) if has_forms else GradientForm()
@@ -312,7 +315,7 @@ def check_pairing(
             f"kl.estimator={estimator} with gradient={form} and level={level} in the {placement} is not a proven "
             f"pairing: {_advice(placement, level, custom)}, or set kl.allow_biased=true"
         )
-    per_sequence = placement == "loss" and level == "sequence"  # averaged over sequences under every loss
+    per_sequence = placement == "loss" and level == "sequence"  # every loss averages such a term over sequences
     scored = form.weight == "rho" and (form.carrier or estimator) == "k1"
     averaged = "token_mean" if per_sequence else reduction
     verdict = under_reduction(fact.expected_gradient, averaged, with_score=scored) if fact else "wrong"

@@ -1,15 +1,15 @@
-"""Gradient forms: one KL value can be given several gradients, and only some of them are the gradient of a KL.
+"""Gradient forms. One KL value can have several gradients, and only some of them are the gradient of a KL.
 
 A form is written `[weight][*][carrier]`:
 
-    plain        autograd of the estimator as it stands
+    plain        autograd of the estimator itself
     k2           straight-through: the estimator's value, k2's gradient (likewise k1, k3, abs)
-    rho          ρ·k, the ratio carrying gradient
+    rho          ρ·k; ρ has a gradient
     sg_rho       sg(ρ)·k
     sg_rho*k2    value sg(ρ)·k, gradient of sg(ρ)·k2 (likewise with the other estimators, and with rho)
 
-ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample; the second avoids e^d and its
-cancellation. Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
+ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample. sg(ρ)·k2 needs no e^d and avoids cancellation.
+Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def weighted_estimate(
 ) -> Tensor:
     """An estimator per token `[B, T]` in the given gradient form; zero outside the mask.
 
-    `old_logp` is log μ, the samples' own policy. None means on-policy: μ is the policy itself, and ρ = 1 still
-    has a gradient under `rho`. `ratio_cap` truncates ρ.
+    `old_logp` is log μ, where μ is the policy that drew the samples. None means on-policy: μ is the policy itself, and
+    ρ = 1 still has a gradient under `rho`. `ratio_cap` truncates ρ.
     """
     value = estimate(estimator, logp, ref_logp, mask, clamp, old_logp=old_logp)
     return with_form(value, form, logp, ref_logp, old_logp, mask, clamp=clamp, ratio_cap=ratio_cap)
@@ -60,7 +60,7 @@ def with_form(
 ) -> Tensor:
     """Any per-token KL `[B, T]` (sampled, exact, top-k) in the given gradient form; see `weighted_estimate`.
 
-    A carrier needs `ref_logp`, because the carrying estimator is computed from the sampled tokens.
+    A form with a carrier needs `ref_logp`, because the carrier is computed from the sampled tokens.
     """
     if ratio_cap is not None and form.weight is None:
         raise KeelError(f"a ratio cap needs a weighted gradient form, got {str(form)!r}: use rho or sg_rho")

@@ -1,4 +1,4 @@
-"""The reported KL: every estimator with its mean, standard error and range, at any β."""
+"""The reported KL: mean, standard error and range of every estimator, for any β."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keel.kl.estimators import get_estimator
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, clamp_straight_through, log_ratio, select
 
 REPORTED = ("k1", "k2", "k3")
-REFERENCE = "ref"  # the anchor that metrics are named after unless they say otherwise
+REFERENCE = "ref"  # the default anchor in metric names
 
 
 @dataclass(frozen=True)
 class MaskIndex:
-    """Where a mask `[B, T]` is true: tokens `[N]` of the flattened mask, rows `[C]` that have any.
+    """The true entries of a mask `[B, T]`: their indices `[N]` in the flattened mask, and the rows `[C]` with any.
 
-    Build it on the CPU along with the mask: on a device, counting the entries would synchronise.
+    Build it on the CPU together with the mask. On a device, counting the entries would synchronise.
     """
 
     tokens: Tensor
@@ -32,19 +32,19 @@ class MaskIndex:
         return cls(mask.flatten().nonzero().squeeze(-1), mask.any(-1).nonzero().squeeze(-1))
 
     def select(self, values: Tensor) -> Tensor:
-        """The values `[N]` of `[B, T]`."""
+        """Select the values `[N]` from `[B, T]`."""
         return values.detach().flatten().index_select(0, self.tokens)
 
     def mean(self, values: Tensor) -> Number:
-        """Their mean in fp64; 0 where there are none."""
+        """The mean of the selected values in fp64; 0 for an empty mask."""
         return self.select(values).double().mean() if len(self.tokens) else 0.0
 
 
 def token_statistics(values: Tensor, action_mask: Tensor) -> dict[str, float]:
-    """mean, se, min, max, p95 of per-token values `[B, T]` over the mask; all 0 where it is empty.
+    """mean, se, min, max, p95 of per-token values `[B, T]` over the mask; all 0 for an empty mask.
 
-    The mean is over tokens. Tokens of one completion are not independent, so its standard error treats the
-    completion as the unit: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N², N tokens in all (a ratio estimator). With one
+    The mean is over tokens. Tokens of one completion are not independent, so the standard error is clustered by
+    completion: se² = B/(B−1) · Σ_b (Σ_t (x − mean))² / N² with N tokens in total (a ratio estimator). With only one
     completion, its tokens count as independent.
     """
     return _plain(_token_statistics(values, action_mask, MaskIndex.of(action_mask)))
@@ -57,7 +57,7 @@ def _plain(statistics: dict[str, Number]) -> dict[str, float]:
 def _token_statistics(
     values: Tensor, action_mask: Tensor, index: MaskIndex, weights: Tensor | None = None
 ) -> dict[str, Number]:
-    """With `weights` w: mean and se of w·x, and the weighted p95 of x."""
+    """`token_statistics` as tensors. With `weights` w: mean and se of w·x, and the weighted p95 of x."""
     check_mask(action_mask, values.shape)
     chosen = index.select(values).double()
     if chosen.numel() == 0:
@@ -86,7 +86,7 @@ def _weighted_quantile(values: Tensor, weights: Tensor, q: float) -> Tensor:
 
 
 def _sequence_statistics(values: Tensor, action_mask: Tensor, index: MaskIndex) -> dict[str, Number]:
-    """mean, se, p95 over completions of the sum of per-token values `[B, T]`; se is 0 for one completion."""
+    """Sum per-token values `[B, T]` per completion; mean, se and p95 over completions. One completion has se 0."""
     sums = select(values.detach().double(), action_mask).sum(-1)[index.rows]
     if sums.numel() == 0:
         return dict.fromkeys(("mean", "se", "p95"), 0.0)
@@ -95,7 +95,7 @@ def _sequence_statistics(values: Tensor, action_mask: Tensor, index: MaskIndex) 
 
 
 def _p95(values: Tensor) -> Tensor:
-    """torch.quantile refuses more than 2²⁴ values; kthvalue does not."""
+    """The 95th percentile, by kthvalue, because torch.quantile refuses more than 2²⁴ values."""
     return values.kthvalue(max(1, int(0.95 * values.numel()))).values
 
 
@@ -108,18 +108,20 @@ def measure_kl(
     clamp: float | None = DEFAULT_CLAMP,
     weights: Tensor | None = None,
 ) -> dict[str, float]:
-    """`kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>` and `…/sequence/<mean|se|p95>` on samples from the policy,
-    `kl/policy_ref/overlap`, the probability that both share, E[min(1, p/π)], and the clamped fraction.
+    """The KL metrics on samples from the policy.
 
-    On samples from another μ give `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL is
-    conditional on the prefix and takes no weights.
+    They are `kl/policy_ref/<k1|k2|k3|exact>/<mean|se|min|max|p95>`, `kl/policy_ref/sequence/<mean|se|p95>`, the clamped
+    fraction, and `kl/policy_ref/overlap`, the overlap of the distributions, Σ min(π, p) = E[min(1, p/π)].
+
+    For samples from another policy μ, pass `weights` w = π/μ `[B, T]`: E_μ[w·k] = E_π[k] at each prefix. The exact KL
+    is conditional on the prefix and needs no weights.
     """
     index = MaskIndex.of(action_mask)
     return _plain(kl_statistics(logp, ref_logp, action_mask, index, exact_kl=exact_kl, clamp=clamp, weights=weights))
 
 
 def metric_of(name: str, anchor: str) -> str:
-    """A metric of the reference under the name of another anchor: `kl/policy_teacher/…`, `kl/beta_teacher`."""
+    """The name of a reference's metric for another anchor, such as `kl/policy_teacher/…` or `kl/beta_teacher`."""
     if anchor == REFERENCE:
         return name
     own = re.sub(rf"(?<=[/_]){REFERENCE}(?=[/_])", anchor, name)
@@ -127,7 +129,7 @@ def metric_of(name: str, anchor: str) -> str:
 
 
 def controlled_kl(metrics: Mapping[str, float], unit: str, anchor: str = REFERENCE) -> float | None:
-    """The KL to an anchor that drives its β, in the controller's unit: per token exact or else k3, per sequence k1."""
+    """The KL that a controller reads, in its unit: per token the exact KL or else k3, per sequence k1."""
     names = ("sequence",) if unit == "per_sequence" else ("exact", "k3")
     measured = (metrics.get(metric_of(f"kl/policy_ref/{name}/mean", anchor)) for name in names)
     return next((kl for kl in measured if kl is not None), None)
@@ -143,7 +145,7 @@ def kl_statistics(
     clamp: float | None = DEFAULT_CLAMP,
     weights: Tensor | None = None,
 ) -> dict[str, Number]:
-    """`measure_kl` as tensors on their device, given the mask's index."""
+    """`measure_kl` with results as tensors on the device, given the mask's index."""
     ratio = log_ratio(logp.detach(), ref_logp.detach(), action_mask, clamp)
     per_token = {name: get_estimator(name)(ratio.d) for name in REPORTED}
     parts = {name: _token_statistics(values, action_mask, index, weights) for name, values in per_token.items()}
@@ -165,10 +167,10 @@ def prefix_gap(
     *,
     clamp: float | None = DEFAULT_CLAMP,
 ) -> dict[str, Number]:
-    """The bias of a sequence's token-weighted KL that comes from μ's prefixes: mean and se, nats per sequence.
+    """The bias of a sequence's token-weighted KL because μ drew the prefixes: mean and se in nats per sequence.
 
-    Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]: added to the weighted KL of a
-    sequence it gives that of the policy's own sequences.
+    Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]. The sum of this mean and the
+    weighted KL of a sequence is the KL of the policy's own sequences.
     """
     log_w = -log_ratio(logp.detach(), sample_logp.detach(), action_mask, clamp=None).d
     before = clamp_straight_through(log_w.cumsum(-1) - log_w, DEFAULT_CLAMP)[0]

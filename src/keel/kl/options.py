@@ -35,7 +35,7 @@ class ControllerOptions(PluginOptions):
 
 
 class KLBudget(Options):
-    """The KL budget of a run: the mean may not exceed `max`, the 95th percentile not twice that."""
+    """The KL budget of a run. The mean may not exceed `max`, and the 95th percentile may not exceed twice `max`."""
 
     max: PositiveFloat = Field(description="Largest mean KL to the reference, in `unit`.")
     unit: Literal["per_token", "per_sequence"] = Field(
@@ -45,7 +45,7 @@ class KLBudget(Options):
 
 
 def _budget(value: Any) -> Any:
-    """A bare number is the largest mean KL in nats per token."""
+    """Convert a plain number, which is the largest mean KL in nats per token."""
     value = as_number(value) if not isinstance(value, dict) else value
     return {"max": value} if isinstance(value, int | float) else value
 
@@ -105,7 +105,7 @@ class KLTermOptions(Options):
         return self.exact or over_vocabulary(self.estimator)
 
     def effective_reduction(self, loss_reduction: str) -> str:
-        """The KL term's reduction over tokens, given the loss's."""
+        """The KL term's reduction over tokens, given the loss's reduction."""
         return term_reduction(self.placement, self.reduction, loss_reduction)
 
     def pairing(
@@ -116,9 +116,9 @@ class KLTermOptions(Options):
         facts: Sequence[Fact] = (),
         acts: bool | None = None,
     ) -> Pairing:
-        """The checked pairing under a loss with this reduction; `facts` are those of a user's own estimator.
+        """The checked pairing under a loss with this reduction. `facts` are those of a user's own estimator.
 
-        Without a penalty (`acts`, by default `penalizes`) biased pairings are accepted.
+        `acts` (default: `penalizes`) says whether the term is a penalty. If not, biased pairings are accepted.
         """
         if self.reduction == "loss" and self.level == "sequence":
             raise KeelError("kl.reduction=loss does not apply to kl.level=sequence, a sequence mean: leave it out")
@@ -144,7 +144,7 @@ class KLTermOptions(Options):
 
 
 class TeacherOptions(KLTermOptions, PluginOptions):
-    """A second KL term, to a teacher; the teacher is loaded with the parameters of `reference.kind=frozen`."""
+    """A second KL term, to a teacher. The teacher is loaded with the parameters of `reference.kind=frozen`."""
 
     named_by = ""
 
@@ -153,7 +153,7 @@ class TeacherOptions(KLTermOptions, PluginOptions):
 
 
 class KLOptions(KLTermOptions):
-    """The KL term to the reference, what is measured of it, and the term of a teacher beside it."""
+    """The KL term to the reference, its measurement, and an additional KL term to a teacher."""
 
     measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
     collect_max: PositiveFloat | None = Field(

@@ -14,18 +14,18 @@ from keel.kl.sequence import reward_to_go, score, sequence_estimate
 def reward_penalty(kl: Tensor, action_mask: Tensor, beta: float) -> Tensor:
     """The penalty added to each reward: −β·Σ_t KL_t `[B]`, before the group is normalised.
 
-    Where the advantage is then divided by the group's standard deviation σ, **the effective coefficient becomes β/σ**:
-    at σ = 0.04 a β of 0.01 acts like 0.25. Switch the division off, or place the term in the advantage, after
-    the division. `kl` `[B, T]` is detached; k1 has the correct gradient here.
+    If the advantage is then divided by the group's standard deviation σ, **the effective coefficient is β/σ**: at
+    σ = 0.04 a β of 0.01 acts like 0.25. To avoid this, disable the division, or place the term in the advantage, which
+    is after the division. `kl` `[B, T]` is detached; k1 has the correct gradient here.
     """
     check_mask(action_mask, kl.shape)
     return 0.0 - beta * select(kl.detach(), action_mask).sum(-1)
 
 
 def advantage_penalty(kl: Tensor, action_mask: Tensor, beta: float, *, level: str = "token") -> Tensor:
-    """The penalty added to each advantage: −β·KL_t `[B, T]`, after normalisation; at sequence level −β·Σ_{j≥t} KL_j.
+    """The penalty added to each advantage after normalisation: −β·KL_t `[B, T]`, at sequence level −β·Σ_{j≥t} KL_j.
 
-    At token level each token is penalised for its own KL, at sequence level for the KL of all later tokens too.
+    At token level each token is penalised for its own KL, and at sequence level also for the KL of all later tokens.
     """
     check_mask(action_mask, kl.shape)
     if level not in LEVELS:
@@ -42,10 +42,11 @@ def kl_score_loss(
     old_logp: Tensor | None = None,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """A penalty in the reward or the advantage as a loss: −ρ_t·A_t `[B, T]` of its own advantages (`[B]` or `[B, T]`).
+    """A penalty in the reward or the advantage as a loss: −ρ_t·A_t `[B, T]`, where A is the penalty's advantages.
 
-    Gradient −ρ_t·A_t·s_t with the token's ratio under every loss, so that the policy term's sequence ratio, clip or
-    mask does not change the penalty. ρ is truncated at `ratio_cap`; the gradient stays nonzero above it.
+    `kl_advantages` are `[B]` or `[B, T]`. The gradient is −ρ_t·A_t·s_t with the token's ratio under every loss. So the
+    policy term's sequence ratio, clip and mask do not change the penalty. ρ is truncated at `ratio_cap`; the gradient
+    stays nonzero above it.
     """
     check_mask(action_mask, logp.shape)
     if kl_advantages.dim() == 1:
@@ -70,10 +71,10 @@ def kl_loss(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Placement in the loss: the KL term to be added, before its reduction and before β.
+    """The KL term for placement in the loss, before its reduction and before β.
 
-    Token level: `[B, T]` in nats per token. Sequence level: `[B]` in nats per sequence. `exact_kl` `[B, T]` is the
-    full-vocabulary KL, in the direction that the estimator names.
+    At token level it is `[B, T]` in nats per token, at sequence level `[B]` in nats per sequence. `exact_kl` `[B, T]`
+    is the full-vocabulary KL in the estimator's direction.
     """
     check_mask(action_mask, logp.shape)
     if pairing.placement != "loss":

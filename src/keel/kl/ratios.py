@@ -1,7 +1,7 @@
-"""Log-ratios. Log-probabilities are checked, upcast, masked and clamped only here.
+"""Log-ratios. Only this module checks, upcasts, masks and clamps log-probabilities.
 
-Notation of this package: d = log p − log π (reference minus policy), u = −d, s = ∇log π, ρ = π/μ where μ is
-the policy that produced the samples, sg = stop-gradient. Tensors are `[B, T]`, aligned to the token they score.
+Notation of this package: π is the policy, p the reference, and μ the policy that drew the samples. d = log p − log π,
+u = −d, s = ∇log π, ρ = π/μ, and sg is stop-gradient. Tensors are `[B, T]`, aligned to the token that they score.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from keel.kl.options import DEFAULT_CLAMP
 
 @dataclass(frozen=True)
 class LogRatio:
-    """d = log p − log π, zero outside the mask, and where it was clamped."""
+    """d = log p − log π, zero outside the mask, and a mask of the tokens where d was clamped."""
 
     d: Tensor
     clamped: Tensor
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """fp16 and bf16 become fp32; fp32 and fp64 stay (`keel verify` runs in fp64)."""
+    """Convert fp16 and bf16 to fp32; leave fp32 and fp64 unchanged (`keel verify` runs in fp64)."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def finite_floor(x: Tensor) -> Tensor:
-    """fp32 at least, −inf lowered to the most negative finite number: −inf − (−inf) and 0 · (−inf) are NaN."""
+    """Convert to at least fp32, and −inf to the most negative finite number: 0 · (−inf) and −inf − (−inf) are NaN."""
     x = at_least_fp32(x)
     return x.clamp_min(torch.finfo(x.dtype).min)
 
 
 def check_mask(mask: Tensor, shape: torch.Size, name: str = "action_mask") -> None:
-    """Refuse a mask that is not boolean or has another shape than the values."""
+    """Refuse a mask that is not boolean or does not have the shape of the values."""
     if mask.dtype != torch.bool:
         raise KeelError(f"{name} must be boolean, got {str(mask.dtype).removeprefix('torch.')}: pass {name}.bool()")
     if mask.shape != shape:
@@ -59,16 +59,16 @@ def check_same_shape(**tensors: Tensor) -> torch.Size:
 
 
 def select(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x where the mask is true, 0 elsewhere; `where`, because NaN · 0 = NaN."""
+    """x where the mask is true, 0 elsewhere, by `where`, because NaN · 0 = NaN."""
     return x if mask is None else torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def clamp_straight_through(x: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """Clamp the value to ±limit with a straight-through gradient, so that tokens beyond the limit keep theirs."""
+    """Clamp the value to ±limit with a straight-through gradient, so that clamped tokens keep their gradient."""
     if limit is None:
         return x, torch.zeros_like(x, dtype=torch.bool)
     bound = torch.finfo(x.dtype).max
-    x = x.clamp(-bound, bound)  # a sum of several floors is infinite, and inf − inf is NaN
+    x = x.clamp(-bound, bound)  # a sum of several finite floors can be infinite, and inf − inf is NaN
     return x.clamp(-limit, limit).detach() + (x - x.detach()), x.detach().abs() > limit
 
 
@@ -80,8 +80,8 @@ def log_ratio(
 ) -> LogRatio:
     """d = log p − log π per token: at least fp32, zero outside the mask, clamped to ±`clamp` nats in value.
 
-    −inf log-probabilities become the most negative finite number first, so two impossible tokens give d = 0 rather
-    than NaN. A NaN inside the mask stays NaN, so that the error shows.
+    −inf is first replaced by the most negative finite number, so that a token with probability 0 under both models has
+    d = 0 instead of NaN. A NaN inside the mask stays NaN, to make the error visible.
     """
     shape = check_same_shape(logp=logp, ref_logp=ref_logp)
     if clamp is not None and not clamp > 0:
@@ -104,7 +104,7 @@ def importance_ratio(
 ) -> Tensor:
     """ρ = π/μ per token `[B, T]`, or of the whole sequence `[B, 1]`, with gradient; 1 outside the mask.
 
-    `cap` truncates it to min(ρ, cap), and its gradient to min(ρ, cap)·s, nonzero above the cap.
+    `cap` truncates ρ to min(ρ, cap) with the gradient min(ρ, cap)·s, which is nonzero above the cap.
     """
     if cap is not None and not cap > 0:
         raise KeelError(f"the ratio's cap must be positive or null, got {cap}")

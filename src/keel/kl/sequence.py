@@ -1,8 +1,8 @@
-"""KL of whole sequences. Per-token losses ignore a token's effect on the KL of later tokens; these include it.
+"""KL of whole sequences. A token changes the KL of later tokens. Per-token losses ignore this; these losses include it.
 
-∇KL_seq = E Σ_t (Σ_{j≥t} u_j) s_t. Each function returns one value a sequence, `[B]`, in nats per sequence, and is
-a loss: its autograd gradient is unbiased for ∇KL_seq(π‖p) on samples from the policy, and on samples from μ when
-weighted by the sequence's ratio (`old_logp` given).
+∇KL_seq = E Σ_t (Σ_{j≥t} u_j) s_t. Each function is a loss and returns one value per sequence, `[B]`, in nats per
+sequence. Unless noted, its autograd gradient is unbiased for ∇KL_seq(π‖p) on samples from the policy. With `old_logp`,
+the sequence's ratio weights it, and it is unbiased on samples from μ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reward_to_go(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def score(logp: Tensor, mask: Tensor | None) -> Tensor:
-    """Value 0 with the gradient of log π: multiply by a detached coefficient to get a score-function term."""
+    """Zero with the gradient of log π. Multiplied by a detached coefficient, it is a score-function term."""
     logp = finite_floor(select(logp, mask))
     return logp - logp.detach()
 
@@ -52,7 +52,7 @@ def k1_to_go(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Value Σu; gradient Σ_t sg(Σ_{j≥t} u_j) s_t: k1 in the reward, written as a loss."""
+    """k1 in the reward, written as a loss: value Σu, gradient Σ_t sg(Σ_{j≥t} u_j) s_t."""
     u = -log_ratio(logp, ref_logp, mask, clamp).d.detach()
     per_sequence = (u + reward_to_go(u) * score(logp, mask)).sum(-1)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * per_sequence
@@ -67,7 +67,7 @@ def k2_sequence(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """½(Σu)²: gradient (Σu)·Σ_t s_t. Unbiased in gradient, biased in value, as k2 is for one token."""
+    """½(Σu)² with the gradient (Σu)·Σ_t s_t. As for k2 of one token, the gradient is unbiased, the value is biased."""
     d = log_ratio(logp, ref_logp, mask, clamp).d.sum(-1)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * k2(d)
 
@@ -81,7 +81,7 @@ def k3_sequence(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """k3 of the sequence's own log-ratio. Unbiased in value; its gradient is that of KL_seq(p‖π)."""
+    """k3 of the sequence's log-ratio. The value is unbiased; the gradient is that of KL_seq(p‖π)."""
     d, _ = clamp_straight_through(log_ratio(logp, ref_logp, mask, clamp).d.sum(-1), clamp)
     return _sequence_weight(logp, old_logp, mask, ratio_cap) * k3(d)
 
@@ -94,11 +94,11 @@ def rao_blackwell(
     *,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """Per-token KL plus its future sum as a score-function term: gradient ∇KL_t + (Σ_{j>t} KL_j)·s_t.
+    """Per-token KL plus a score-function term of later tokens' KL: gradient Σ_t ∇KL_t + (Σ_{j>t} KL_j)·s_t.
 
-    `kl_per_token` `[B, T]` is a divergence over the vocabulary, carrying gradient. Value: Σ_t KL_t. Its gradient is
-    unbiased for that of E[Σ_t KL_t], which is KL_seq(π‖p) for the exact KL; its variance is usually, but not always,
-    lower than that of the sampled forms.
+    `kl_per_token` `[B, T]` is a divergence over the vocabulary, with gradient. The value is Σ_t KL_t. The gradient is
+    unbiased for that of E[Σ_t KL_t]. For the exact KL, this expectation is KL_seq(π‖p). The variance is usually, but
+    not always, lower than that of the sampled forms.
     """
     if kl_per_token.shape != logp.shape:
         raise KeelError(
@@ -126,8 +126,9 @@ def sequence_estimate(
     clamp: float | None = DEFAULT_CLAMP,
     ratio_cap: float | None = None,
 ) -> Tensor:
-    """The sequence-level loss of that name, `[B]`; over the vocabulary the Rao-Blackwell form of `exact_kl`, the
-    divergence per token.
+    """The sequence-level loss `[B]` of an estimator.
+
+    For an estimator over the vocabulary, it is the Rao-Blackwell form of `exact_kl`, the divergence per token.
     """
     if over_vocabulary(estimator):
         if exact_kl is None:

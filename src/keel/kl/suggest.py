@@ -10,7 +10,7 @@ from keel.kl.facts import LENGTH_WEIGHTED, NEAR, POLICY_REF, check_pairing
 
 CORRECT_GRADIENTS = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
 
-# Candidates in order: one option alone, then an estimator with a correct gradient, then the default pairing.
+# Candidates in order: a change of one option, then an estimator with a correct gradient, then the default pairing.
 _CANDIDATES: tuple[Mapping[str, str], ...] = (
     {"gradient": "auto"},
     {"estimator": "k3"},
@@ -25,7 +25,7 @@ _CANDIDATES: tuple[Mapping[str, str], ...] = (
 
 
 def suggest_pairing(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
-    """The `kl` options to change; empty if the pairing is correct already or no candidate is.
+    """The `kl` options to change; empty if the pairing is already correct, or if no candidate is correct.
 
     `context` are further arguments of `check_pairing`, such as `off_policy`.
     """

@@ -21,13 +21,13 @@ def findings(run: Path) -> list[dict[str, Any]]:
 def report(run: Path) -> None:
     """Write report.html of a finished run."""
     from keel.lab.report import write_report
-    from keel.lab.report.diagnosis import looked_at
+    from keel.lab.report.diagnosis import folded_details
 
-    write_report([run], run / "report.html", looked_at)
+    write_report([run], run / "report.html", folded_details)
 
 
 def worst(run: Path) -> list[str]:
-    """The worst error or warning of a finished run as a line, in a list that may be empty."""
+    """The worst error or warning of a finished run as a list with one line; empty if there is none."""
     found = worst_finding(read_json(run / FINDINGS))
     return [] if found is None else [finding_sentence(found)]
 

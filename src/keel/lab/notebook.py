@@ -15,7 +15,7 @@ from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, document, verdict
 from keel.lab.report.rollouts import read_step
 from keel.loggers.rundir import EVAL, METRICS
-from keel.loggers.tensorboard import flat_numbers
+from keel.loggers.trackers import flat_numbers
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -80,12 +80,11 @@ class Run:
         return f"keel.Run({str(self.path)!r}): {describe_state(self.record)}"
 
     def _repr_html_(self) -> str:
-        """The report's verdict, findings and curves, in a frame so that styles and scripts of page and notebook do not
-        mix."""
+        """The report's verdict, findings and curves, in a frame that isolates styles and scripts from the notebook."""
         run = self.record
         shown, data = charts([run])
         body = verdict(run, 0, 1) + block("Findings", tables.findings(run)) + block("Curves", shown)
-        page = document(run.name, body, data).encode("utf-8", "replace").decode()  # half a character fits no file
+        page = document(run.name, body, data).encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded
         style = "width:100%;height:640px;border:0"
         return f"<iframe sandbox='allow-scripts' style='{style}' srcdoc='{escape(page)}'></iframe>"
 

@@ -13,8 +13,7 @@ from keel.loggers.base import Logger, MultiLogger
 from keel.loggers.console import ConsoleLogger
 from keel.loggers.options import LoggerOptions, LogOptions
 from keel.loggers.rundir import JsonlLogger, RunDirectory
-from keel.loggers.tensorboard import TensorBoardLogger
-from keel.loggers.wandb import WandbLogger
+from keel.loggers.trackers import TensorBoardLogger, WandbLogger
 
 LIVE_DISPLAY = {"auto": None, "rich": True, "plain": False}
 

@@ -37,7 +37,9 @@ class ConsoleLogger(Logger):
         self._step = start_step
         self._metrics: Mapping[str, float] = {}
         self._evaluations: dict[str, str] = {}
-        self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}  # a task's first extra metrics
+        self._first_extra: dict[
+            str, tuple[int, Mapping[str, float]]
+        ] = {}  # the number of a task's extra metrics that the panel shows
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
         self._progress_at: float | None = None
@@ -215,7 +217,7 @@ def event_line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def short(value: object) -> str:
-    """A value for one line: floats with four digits, at most 200 characters."""
+    """A value as at most 200 characters; floats have four digits."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 200 else text[:199] + "…"
 

@@ -57,7 +57,7 @@ HISTORY = ("rollback", "stop")
 
 
 class RunExists(KeelError):
-    """The folder of a new run holds another."""
+    """The folder of a new run contains another run."""
 
 
 class RunDirectory:

@@ -1,4 +1,4 @@
-"""From rewards to advantages, within groups of completions of the same prompt."""
+"""Compute advantages from rewards, within groups of completions of the same prompt."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def _group_sums(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _floating(rewards: Tensor) -> Tensor:
-    """At least fp32; integer and boolean rewards are converted."""
+    """Convert rewards to at least fp32, also from integers and booleans."""
     wide = rewards.is_floating_point() and rewards.dtype not in (torch.float16, torch.bfloat16)
     return rewards if wide else rewards.float()
 
 
 def group_statistics(rewards: Tensor, group: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`; one completion has std 0.
+    """Mean, unbiased standard deviation and size of each completion's group, each `[B]`.
 
-    `weight` `[B]` adds up to 1 over the rows of one episode.
+    A group of one completion has std 0. The `weight` `[B]` of the rows of one episode adds up to 1.
     """
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")
@@ -59,7 +59,7 @@ def advantages(
 
 
 def centred(rewards: Tensor, group: Tensor, baseline: str = "group_mean", weight: Tensor | None = None) -> Tensor:
-    """R − baseline `[B]`. With a baseline, groups of equal rewards are exactly 0, whatever the mean's rounding."""
+    """R − baseline `[B]`. With a baseline, groups of equal rewards give exactly 0, without rounding errors."""
     if baseline not in BASELINES:
         raise unknown("baseline", baseline, BASELINES)
     mean, _, size = group_statistics(rewards, group, weight)
@@ -83,8 +83,8 @@ def deviation(
 ) -> Tensor:
     """σ + ε, the divisor of the advantages, `[B]`; 1 for scale `none`.
 
-    σ is the deviation from the baseline: the standard deviation about a mean, or without a baseline the root mean
-    square, because R / std is unbounded for groups of equal rewards.
+    With a baseline, σ is the standard deviation. Without one, σ is the root mean square, because R / std is unbounded
+    for groups of equal rewards.
     """
     if scale not in SCALES:
         raise unknown("scale_rewards", scale, SCALES)

@@ -16,7 +16,7 @@ from keel.losses.options import Limits
 class LossInputs:
     """The inputs of every policy loss, each `[B, T]`, and its clip limits.
 
-    `old_logp` is the old policy's; on a batch's first update it is the detached `logp`.
+    `old_logp` is the old policy's log-probability. On a batch's first update it is the detached `logp`.
     """
 
     logp: Tensor

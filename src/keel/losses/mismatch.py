@@ -1,8 +1,8 @@
 """Sampler mismatch: importance weights correct for the difference between the sampler and the trained model.
 
-w = π_old/μ, detached. π_old is the trainer's policy at the start of the step (`old_logp`), μ is the sampler with its
-numerics, older weights and filters. With the policy term's ratio π/π_old this is the decoupled objective (Hilton et al.
-2110.00641): μ may have any age, and the clip is around π_old.
+w = π_old/μ, detached. π_old is the trainer's policy at the start of the step (`old_logp`). μ is the sampler, which
+differs by numerics, older weights and filters. Together with the policy term's ratio π/π_old, this is the decoupled
+objective (Hilton et al. 2110.00641): μ may have any age, and the clip is around π_old.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from keel.losses.options import MismatchOptions, check_mismatch
 
 
 def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tensor | None:
-    """log μ `[B, T]` of the sampler; `old_logp` where the engine reports none. None without `sample_logp`.
+    """log μ `[B, T]` of the sampler; None without `sample_logp`. Tokens without a reported value have `old_logp`.
 
     At token level μ is the filtered distribution. At sequence level it is the unfiltered one, because the product of
-    the kept masses vanishes with the length.
+    the kept masses tends to 0 with the length.
     """
     sampled = batch.sample_logp
     if batch.filtered_logp is not None and level == "token":
@@ -30,13 +30,14 @@ def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tens
 
 
 def sampled_off_policy(batch: Batch, level: str = "token") -> bool:
-    """Whether the old policy is not the sampling distribution: stale samples, or at token level filtered ones."""
+    """Whether the old policy is not the sampling distribution: for stale samples and, at token level, filtered ones."""
     return batch.stale or (batch.filtered_logp is not None and level == "token")
 
 
 def kl_behaviour_logp(batch: Batch, logp: Tensor, level: str = "token") -> Tensor | None:
-    """log μ for the KL term's ratios ρ = π/μ: the old policy's (None on-policy), or for stale or filtered samples the
-    sampler's.
+    """log μ for the KL term's ratios ρ = π/μ.
+
+    μ is the old policy (on-policy: None), or the sampler for stale or filtered samples.
     """
     if not sampled_off_policy(batch, level):
         return batch.old_logp
@@ -63,8 +64,9 @@ def mismatch_weights(
 ) -> Tensor:
     """Weights `[B, T]` for the policy term, detached; 1 outside the mask. A sequence's weight is Π_t w_t.
 
-    A NaN in `sample_logp` (not reported by the engine) has weight 1. Without `mask_out`, the kinds `mask` and `icepop`
-    clamp to their limits instead of dropping tokens, because a KL penalty acts on every token.
+    A NaN in `sample_logp` means that the engine reported no value; its weight is 1. Without `mask_out`, the kinds
+    `mask` and `icepop` clamp weights to their limits instead of dropping tokens, because a KL penalty acts on every
+    token.
     """
     check_mask(mask, old_logp.shape)
     check_mismatch(options)
@@ -81,7 +83,7 @@ def mismatch_weights(
 def mismatch_metrics(
     old_logp: Tensor, sample_logp: Tensor | None, mask: Tensor, options: MismatchOptions
 ) -> dict[str, Metric]:
-    """Effective sample size of the unclipped weights, and the fraction of tokens beyond the limits, for any `kind`."""
+    """The effective sample size of the unclipped weights, and the fraction of tokens beyond the limits."""
     tokens = mask.sum()
     if sample_logp is None:
         return {"mismatch/ess": EffectiveSampleSize(tokens, tokens, tokens), "mismatch/capped_fraction": Mean(0.0, 1.0)}

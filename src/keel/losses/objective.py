@@ -1,4 +1,4 @@
-"""The objective: policy term + β · KL term − entropy bonus, each with its own reduction. `inputs -> outputs`."""
+"""The objective: policy term + β · KL term − entropy bonus, each with its own reduction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from keel.losses.reductions import Denominators, count_denominators, divide, get
 
 @dataclass(frozen=True)
 class Counts:
-    """Denominators of both terms: a token left out of the policy term can stay in the KL term."""
+    """The denominators of both terms. They differ if tokens are left out of the policy term but not the KL term."""
 
     policy: Denominators
     kl: Denominators
@@ -51,7 +51,7 @@ def global_denominators(batch: Batch, max_completion_length: int | None = None) 
 
 @dataclass(frozen=True)
 class KLTerm:
-    """One more KL term: its anchor's name, options and β, and scores and batch against that anchor."""
+    """An additional KL term: the anchor's name, its options and β, and the scores and batch for that anchor."""
 
     anchor: str
     kl: KLTermOptions
@@ -72,10 +72,10 @@ class Objective:
 def kl_term(
     kl: KLTermOptions, pairing: Pairing, loss_reduction: str, scores: Scores, batch: Batch, by: Denominators
 ) -> Tensor:
-    """The KL term of the loss, reduced, before β.
+    """The reduced KL term of the loss, before β.
 
-    `token_mean` divides by all action tokens of the global batch (sequence level: by sequences), so β means the same
-    under every loss. `loss` uses the policy loss's own reduction, as TRL does.
+    `token_mean` divides by all action tokens of the global batch, or at sequence level by all sequences. So β has the
+    same meaning under every loss. `loss` uses the policy loss's own reduction, like TRL.
     """
     values = kl_loss(
         pairing,
@@ -102,17 +102,17 @@ def kl_penalty(
     by: Denominators,
     mismatch: MismatchOptions,
 ) -> tuple[Tensor, Number]:
-    """The KL's contribution to the loss under any placement, β included, and its logged value (`loss/kl`)."""
+    """The contribution of the KL to the loss under any placement, including β, and its logged value (`loss/kl`)."""
     penalty = batch.kl_advantages
     if beta != 0.0 and kl.placement == "advantage":
-        # the KL of the current policy, not of the policy that sampled
+        # This is the KL of the current policy, not of the policy that drew the samples.
         penalty = advantage_penalty(kl_values(kl, scores, batch), batch.action_mask, beta, level=kl.level)
     if penalty is not None:
         behaviour = kl_behaviour_logp(batch, scores.logp)
         per_token = kl_score_loss(penalty, scores.logp, batch.action_mask, old_logp=behaviour, ratio_cap=kl.ratio_cap)
         old = scores.logp if batch.old_logp is None else batch.old_logp
         sampled = behaviour_logp(batch, old, mismatch.level)
-        if sampled is not None and not sampled_off_policy(batch):  # otherwise its ratio is already π/μ
+        if sampled is not None and not sampled_off_policy(batch):  # for off-policy samples the ratio is already π/μ
             per_token = per_token * mismatch_weights(old, sampled, batch.action_mask, mismatch, mask_out=False)
         value = get_reduction(loss_reduction, batch.weight)(per_token, batch.action_mask, by)
         return value, beta * mean_penalty(kl, scores, batch, by)
@@ -133,7 +133,7 @@ def kl_values(kl: KLTermOptions, scores: Scores, batch: Batch) -> Tensor:
 
 
 def mean_penalty(kl: KLTermOptions, scores: Scores, batch: Batch, by: Denominators) -> Number:
-    """The mean KL behind a penalty in the reward or the advantage, per token or per sequence."""
+    """The mean KL of a penalty in the reward or the advantage, per token or per sequence."""
     if batch.ref_logp is None and not over_vocabulary(kl.estimator):
         return 0.0  # the caller computed the penalty
     values, behaviour = kl_values(kl, scores, batch), kl_behaviour_logp(batch, scores.logp)
@@ -170,17 +170,17 @@ def objective(
     """loss = policy_weight·policy + Σ β·KL − entropy_coef·H on a microbatch, divided by the minibatch's `counts`.
 
     The sum over microbatches and ranks is the minibatch's loss. Without `counts` the microbatch is the minibatch.
-    A KL in the advantage or the reward (`batch.kl_advantages`, β included) is a separate policy-gradient term over all
-    action tokens, unaffected by `policy_mask` and by the loss's ratio and clip. `more` are the terms of further
-    anchors; `loss/kl` is the sum of all. `loss.mismatch` applies if the batch has `sample_logp`. For stale or filtered
-    samples, the KL term's ratio is relative to the sampler, limited by `kl.ratio_cap` instead of the mismatch limits.
+    A KL in the advantage or the reward (`batch.kl_advantages`, including β) is a separate policy-gradient term over all
+    action tokens. `policy_mask` and the loss's ratio and clip do not change it. `more` are the terms of further
+    anchors; `loss/kl` is the sum of all terms. `loss.mismatch` applies if the batch has `sample_logp`. For stale or
+    filtered samples, the KL term's ratio is relative to the sampler. `kl.ratio_cap` limits it, not `loss.mismatch`.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:
         raise KeelError("the objective needs batch.advantages: compute them with keel.losses.advantages")
     policy_mask = batch.action_mask if batch.policy_mask is None else batch.policy_mask
     check_mask(policy_mask, scores.logp.shape, "policy_mask")
-    if counts is None and bool((policy_mask & ~batch.action_mask).any()):  # a trainer must not synchronise
+    if counts is None and bool((policy_mask & ~batch.action_mask).any()):  # training passes counts and so avoids a sync
         raise KeelError("policy_mask contains tokens outside action_mask: only sampled tokens can be trained on")
     if not (math.isfinite(beta) and beta >= 0):
         raise KeelError(f"kl.beta must be finite and not negative, got {beta}")
@@ -231,7 +231,7 @@ def objective(
 
 
 def _ratio_metrics(term: PolicyTerm, mask: Tensor) -> dict[str, Metric]:
-    """Statistics of the policy term's ratios, as tensors to avoid a device synchronisation."""
+    """Statistics of the policy term's ratios, as tensors, to avoid a device synchronisation."""
     tokens, ratio, (low, high) = mask.sum(), term.ratio.detach().double(), term.clipped()
     weights = select(ratio, mask)
     return {
@@ -243,7 +243,7 @@ def _ratio_metrics(term: PolicyTerm, mask: Tensor) -> dict[str, Metric]:
 
 
 def with_policy_mask(action_mask: Tensor, keep: Tensor) -> Tensor:
-    """The policy term's mask without the completions `[B]` that are not in `keep` (truncated, or KL too high)."""
+    """The policy term's mask: the action mask of the completions that are true in `keep` `[B]`."""
     if keep.dtype != torch.bool or keep.shape != action_mask.shape[:1]:
         raise KeelError(f"keep must be boolean [B], got {keep.dtype} {tuple(keep.shape)}")
     return action_mask & keep.unsqueeze(-1)

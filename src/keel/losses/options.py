@@ -24,7 +24,7 @@ CORRECTING_KINDS = ("truncate", "mask", "icepop")
 
 @dataclass(frozen=True)
 class Limits:
-    """A loss's resolved limits: clip range around 1 and level of the ratios."""
+    """The resolved limits of a loss: the clip range around 1, and the level of the ratios."""
 
     low: float
     high: float
@@ -92,7 +92,7 @@ class SharedLossOptions(Options):
 
     @property
     def further_rounds(self) -> int:
-        """Maximum further rounds of sampling per step; 0 without dynamic sampling."""
+        """The maximum number of additional sampling rounds per step; 0 without dynamic sampling."""
         return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
 
 
@@ -118,7 +118,7 @@ class LossOptions(SapoOptions, SharedLossOptions):
 
 
 def check_mismatch(options: MismatchOptions) -> None:
-    """Refuse a missing floor under icepop, and a floor under any other kind."""
+    """Refuse icepop without a floor, and any other kind with a floor."""
     if options.kind == "icepop" and options.floor is None:
         raise KeelError("loss.mismatch.kind=icepop needs a floor between 0 and 1: the paper uses floor 0.5, cap 5")
     if options.kind != "icepop" and options.floor is not None:

@@ -19,9 +19,9 @@ def policy_gradient(inputs: LossInputs, options: SharedLossOptions) -> PolicyTer
 
 
 def clipped(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (PPO 1707.06347); δ caps ρ from above on the unclipped side too.
+    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)A) (PPO 1707.06347), with ρ capped at δ if δ is set (INTELLECT-2).
 
-    Without δ a negative advantage leaves ρ unbounded above (INTELLECT-2's two-sided clip bounds it).
+    Without δ, ρ has no upper bound if the advantage is negative.
     """
     ratio, limits, advantages = inputs.ratio(), inputs.limits, inputs.advantages
     inside = ratio.clamp(1 - limits.low, 1 + limits.high)
@@ -33,7 +33,7 @@ def clipped(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
 
 
 def cispo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−sg(min(ρ, ε_high))·A·log π (MiniMax-M1 2506.13585): clips the weight; every token keeps its gradient."""
+    """−sg(min(ρ, ε_high))·A·log π (MiniMax-M1 2506.13585). It clips the weight, so every token keeps its gradient."""
     ratio, cap = inputs.ratio(), inputs.limits.high
     weight = ratio.clamp_max(cap).detach()
     high = (ratio > cap) & (inputs.advantages > 0)
@@ -42,7 +42,7 @@ def cispo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
 
 
 def gmpo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
-    """−A·(Π_t ρ̂_t)^{1/|o|} (GMPO 2507.20673): log-ratios clipped per token on the advantage's side."""
+    """−A·(Π_t ρ̂_t)^{1/|o|} (GMPO 2507.20673). Log-ratios are clipped per token: above if A > 0, below if A < 0."""
     limits, advantages, mask = inputs.limits, inputs.advantages, inputs.mask
     log_rho = -log_ratio(inputs.logp, inputs.old_logp, mask, clamp=None).d
     low, high = (log_rho < -limits.low) & (advantages < 0), (log_rho > limits.high) & (advantages > 0)
@@ -57,7 +57,7 @@ def gmpo(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
 
 
 def sapo(inputs: LossInputs, options: SapoOptions) -> PolicyTerm:
-    """−(4/τ)·σ(τ(ρ−1))·A (SAPO 2511.20347): a soft gate instead of a clip; τ depends on the advantage's sign."""
+    """−(4/τ)·σ(τ(ρ−1))·A (SAPO 2511.20347). A soft gate replaces the clip; τ depends on the advantage's sign."""
     ratio = inputs.ratio()
     tau = torch.where(inputs.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return PolicyTerm(-torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages, ratio)
@@ -66,7 +66,7 @@ def sapo(inputs: LossInputs, options: SapoOptions) -> PolicyTerm:
 def policy_term(
     loss: LossOptions, logp: Tensor, old_logp: Tensor | None, advantages: Tensor, mask: Tensor
 ) -> PolicyTerm:
-    """The per-token policy loss `[B, T]`; `old_logp` None means the batch's first update."""
+    """The per-token policy loss `[B, T]`. On the batch's first update `old_logp` is None."""
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(-1)
     if advantages.shape[0] != logp.shape[0] or advantages.shape[-1] not in (1, logp.shape[-1]):

@@ -29,7 +29,7 @@ Term = Callable[["LossInputs", Any], "PolicyTerm"]
 class Recipe:
     """A named loss: its surrogate, its reduction, its default limits and the advantage scaling of its paper.
 
-    `low` and `high` are None without such a limit. Without `has_ratio` the loss allows one update per batch only.
+    `low` and `high` are None if there is no such limit. A loss without `has_ratio` allows only one update per batch.
     """
 
     term: Term
@@ -44,7 +44,7 @@ class Recipe:
 
     @cached_property
     def options(self) -> type[Options]:
-        """The term's options, from the type of its second parameter; without a type, those of every loss."""
+        """The term's options, by the type of its second parameter; without a type, `SharedLossOptions`."""
         try:
             _, second = inspect.signature(self.term, eval_str=True).parameters.values()
         except Exception as error:  # the type of a user's options may be any expression
@@ -64,7 +64,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """A named surrogate of `keel.losses.policy` with its options; imports torch when called."""
+    """A named surrogate of `keel.losses.policy` and its options. It imports torch only when called."""
 
     name: str
     options: type[Options] = SharedLossOptions
@@ -118,7 +118,7 @@ def get_loss(loss_type: str) -> Recipe:
 
 
 def declared_options(loss: LossOptions) -> Options:
-    """The loss's declared options, validated; fields that the section also has come from the section."""
+    """The loss's declared options, validated. Fields that are also in the section are taken from the section."""
     declared = get_loss(loss.loss_type).options
     if isinstance(loss, declared) and not loss.params:
         return loss
@@ -136,7 +136,7 @@ def declared_options(loss: LossOptions) -> Options:
 
 
 def _bare(annotation: Any) -> Any:
-    """A type without its constraints, which a loss may narrow."""
+    """A type without its constraints, because a loss may have narrower ones."""
     if get_origin(annotation) is Annotated:
         return _bare(get_args(annotation)[0])
     return frozenset(map(_bare, get_args(annotation))) if get_origin(annotation) in (Union, UnionType) else annotation
@@ -154,9 +154,9 @@ def check_loss(loss: LossOptions) -> None:
 
 
 def resolve_limits(loss: LossOptions) -> Limits:
-    """The resolved clip limits; options that the loss ignores or that contradict it are refused."""
+    """The resolved clip limits. Raises for options that the loss ignores or that contradict it."""
     recipe, name = get_loss(loss.loss_type), loss.loss_type
-    capped = recipe.low is None and recipe.high is not None  # a one-sided cap on the ratio itself
+    capped = recipe.low is None and recipe.high is not None  # `high` is then a limit of the ratio itself
     if loss.epsilon is not None and capped:
         raise KeelError(
             f"loss.epsilon does not apply to {name}, which caps the ratio from above: set loss.epsilon_high"
@@ -197,7 +197,7 @@ def scale_rewards(loss: LossOptions) -> str:
 
 
 def loss_defaults(loss: LossOptions) -> dict[str, Any]:
-    """The values that null options have under this loss."""
+    """The values that this loss uses for options that are null."""
     recipe, limits = get_loss(loss.loss_type), resolve_limits(loss)
     defaults: dict[str, Any] = {"importance_sampling_level": limits.level, "scale_rewards": scale_rewards(loss)}
     defaults |= {} if recipe.low is None else {"epsilon": limits.low}

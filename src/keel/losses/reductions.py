@@ -14,9 +14,10 @@ from keel.kl.ratios import check_mask, select
 
 @dataclass(frozen=True)
 class Denominators:
-    """A minibatch's denominators, counted over all processes before the microbatch loop: any split gives the same loss.
+    """A minibatch's denominators, counted over all processes before the microbatch loop, so that the loss does not
+    depend on the split into microbatches.
 
-    Counts of a mask stay tensors on its device.
+    Counts of a mask are tensors on the mask's device.
     """
 
     sequences: Number
@@ -27,14 +28,14 @@ class Denominators:
 def count_denominators(
     mask: Tensor, max_completion_length: int | None = None, weight: Tensor | None = None
 ) -> Denominators:
-    """Sequences and tokens of a minibatch `[B, T]`; the rows of one episode are one sequence, of total `weight` 1."""
+    """Count sequences and tokens of a minibatch `[B, T]`. The rows of an episode are one sequence, of `weight` 1."""
     check_mask(mask, mask.shape)
     sequences = float(len(mask)) if weight is None else weight.sum().double()
     return Denominators(sequences, mask.sum().double(), max_completion_length)
 
 
 def divide(total: Tensor, count: Number) -> Tensor:
-    """total / max(count, 1), in the total's own type."""
+    """total / max(count, 1), in the type of `total`."""
     return total / (count.clamp_min(1.0).to(total.dtype) if isinstance(count, Tensor) else max(count, 1.0))
 
 
@@ -44,7 +45,7 @@ def _selected(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, mask: Tensor, by: Denominators) -> Tensor:
-    """Mean over each sequence's tokens, then over sequences (DeepSeekMath): tokens of long answers weigh less."""
+    """Mean over each sequence's tokens, then over sequences (DeepSeekMath). Tokens of long answers have less weight."""
     per_sequence = _selected(values, mask).sum(-1) / mask.sum(-1).clamp_min(1)
     return divide(per_sequence.sum(), by.sequences)
 
@@ -72,7 +73,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def get_reduction(name: str, weight: Tensor | None = None) -> Reduction:
-    """The named reduction. The means of an episode's rows are added by their `weight`: the mean over its tokens."""
+    """The named reduction. `weight` adds the means of an episode's rows, which gives the mean over its tokens."""
     if name not in REDUCTIONS:
         raise unknown("reduction", name, REDUCTIONS)
     if weight is None or name != "sequence_mean":

@@ -39,7 +39,11 @@ def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
 
 
 def effective_adapters(layer: Any) -> list[str]:
-    """The adapters that a layer's forward applies; merged ones act through the base, and disabling unmerges them."""
+    """The adapters whose weights a layer's next forward reads in addition to the base weights.
+
+    Merged adapters are already part of the base weights. If the adapters are disabled, the forward unmerges them and so
+    reads their weights.
+    """
     merged = list(getattr(layer, "merged_adapters", ()))
     if layer.disable_adapters:
         return merged
@@ -47,7 +51,7 @@ def effective_adapters(layer: Any) -> list[str]:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with adapters: those with peft's attributes."""
+    """The names and modules of the layers that have peft's attributes of adapters."""
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
             yield name, module

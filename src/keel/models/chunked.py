@@ -1,13 +1,14 @@
 """Log-probability, entropy and exact KL in chunks of tokens, without materialising a batch's logits.
 
-The forward stores one number per token; the backward recomputes each chunk's logits, one more matmul with the head than
-a pass that stores `[tokens, vocabulary]`. Policy logits and, for the exact KL, reference logits exist for one chunk.
-On a GPU one Triton kernel computes a chunk's statistics and another its gradient; elsewhere plain torch does.
+The forward stores one number per token. The backward recomputes each chunk's logits, which costs one more matmul with
+the head. Logits of the policy, and of the reference for the exact KL, exist for one chunk at a time. On a GPU one
+Triton kernel computes a chunk's statistics and another one its gradient; on other devices plain torch computes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,16 +21,17 @@ from keel.base.errors import KeelError
 from keel.models.flash_prefix import has_triton
 from keel.models.head import Head, JoinedHeads, LogitsOf, at_least_fp32, shape_logits
 
-# (policy log-probabilities [n, V], the reference's, tokens [n]) -> [n]
+# (policy log-probabilities [n, V], reference log-probabilities [n, V], tokens [n]) -> [n]
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class StatsOptions:
-    """What to compute beside the log-probability. With `ref_policy_grad` KL(ref‖policy) has a gradient, as has
-    `divergence`, a further one.
+    """The statistics to compute in addition to the log-probability.
 
-    `dtype` is that of the matmuls with the heads, None for the weights' own; sums are always in fp32.
+    KL(ref‖policy) is differentiable only with `ref_policy_grad`. `divergence` is another function of both
+    distributions; it is differentiable. The matmuls with the heads run in `dtype` (None: the dtype of the weights).
+    Sums are always in fp32.
     """
 
     temperature: float = 1.0
@@ -72,7 +74,7 @@ def default_chunk(vocabulary: int, device: torch.device, memory: int | None = No
 def fused_stats_unsupported_reason(hidden: Tensor, head: Head, *, planned: bool = False) -> str | None:
     """Why the Triton kernels cannot compute a chunk's statistics; None if they can.
 
-    `planned`: assume a GPU.
+    `planned` assumes a GPU.
     """
     if not hidden.is_cuda and not planned:
         return "there is no CUDA device"
@@ -88,10 +90,10 @@ def fused_stats_unsupported_reason(hidden: Tensor, head: Head, *, planned: bool 
 def token_stats(
     hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None = None
 ) -> TokenStats:
-    """log softmax(logits / temperature) at `tokens` `[N]`, and what `options` adds, from hidden states `[N, H]`."""
+    """log softmax(logits / temperature) at `tokens` `[N]` and the statistics in `options`, from states `[N, H]`."""
     linear, device = head.linear(), hidden.device.type
     if linear is not None and device == "cuda" and torch.is_autocast_enabled(device):
-        # in fp32, the matmul with the head would take as long as the rest of a half-precision pass
+        # An fp32 matmul with the head would take as long as the rest of a half-precision pass.
         half = torch.get_autocast_dtype(device)
         linear = (linear[0].to(half), None if linear[1] is None else linear[1].to(half))
         options = replace(options, dtype=half)
@@ -126,7 +128,7 @@ def _ref_logits(ref_hidden: Tensor, options: StatsOptions, vocabulary: int) -> T
 
 
 def _logits_of(head: LogitsOf | JoinedHeads, hidden: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """With the same matmuls as the policy's, so that the KL of equal models is exactly 0."""
+    """The logits of a reference, by the same matmuls as the policy's, so that equal models have a KL of exactly 0."""
     if isinstance(head, JoinedHeads):
         rows = [(hidden[:, -1] == number).nonzero().squeeze(-1) for number in range(len(head.heads))]
         whose = zip(head.heads, rows, strict=True)
@@ -168,7 +170,22 @@ def _chunk_stats(
     return logp, entropy, kl, ref_logp, ref_policy, divergence
 
 
+_simulated: list[Any] = []
+
+
+@contextmanager
+def simulate_kernels(kernels: Any) -> Iterator[None]:
+    """Within this context, `kernels` replace the Triton kernels on any device, to plan memory."""
+    _simulated.append(kernels)
+    try:
+        yield
+    finally:
+        _simulated.pop()
+
+
 def _kernels() -> Any:
+    if _simulated:
+        return _simulated[-1]
     from keel.models import vocab_kernels  # needs Triton
 
     return vocab_kernels
@@ -177,7 +194,7 @@ def _kernels() -> Any:
 def _stats_by_kernel(
     logits: Tensor, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The same by one kernel, plus log Σ exp of both sets of logits for the backward."""
+    """One chunk's statistics by a Triton kernel. The last two are log Σ exp of both logits, for the backward."""
     ref = None if ref_hidden is None else _ref_logits(ref_hidden, options, logits.shape[-1])
     log_z, logp, entropy, ref_log_z, ref_logp, kl, ref_policy = out = logits.new_empty(7, len(logits)).unbind()
     _kernels().stats(logits, ref, tokens, options.temperature, out)
@@ -197,7 +214,7 @@ def _join(parts: list[tuple[Tensor | None, ...]]) -> list[Tensor | None]:
 def _checkpointed(
     hidden: Tensor, head: Head, tokens: Tensor, options: StatsOptions, ref_hidden: Tensor | None
 ) -> TokenStats:
-    """Any head module (LoRA, quantised): checkpointed autograd through each chunk."""
+    """Statistics for any head module (LoRA, quantised), by checkpointed autograd through each chunk."""
 
     def stats(hidden: Tensor, tokens: Tensor, ref_hidden: Tensor | None) -> tuple[Tensor | None, ...]:
         return _chunk_stats(head(hidden), tokens, options, ref_hidden)
@@ -210,7 +227,7 @@ def _checkpointed(
 
 
 class _Chunked(torch.autograd.Function):
-    """The same for a plain linear head, with an analytic gradient.
+    """Statistics for a plain linear head, with an analytic gradient.
 
     With z the tempered logits, p = softmax(z), H the entropy and q the reference:
     ∂logp(y)/∂z = 1[y] − p,  ∂H/∂z = −p (log p + H),  ∂KL(p‖q)/∂z = p (log p − log q − KL),  ∂KL(q‖p)/∂z = p − q.
@@ -228,7 +245,8 @@ class _Chunked(torch.autograd.Function):
         options: StatsOptions,
     ) -> tuple[Tensor | None, ...]:
         parts = []
-        by_kernel = fused_stats_unsupported_reason(hidden, head) is None and options.divergence is None
+        reason = fused_stats_unsupported_reason(hidden, head, planned=bool(_simulated))
+        by_kernel = reason is None and options.divergence is None
         chunk_stats = _stats_by_kernel if by_kernel else _chunk_stats
         for chunk in _chunks(max(len(tokens), 1), options.chunk_tokens):
             ref_chunk = None if ref_hidden is None else ref_hidden[chunk]
@@ -265,7 +283,7 @@ class _Chunked(torch.autograd.Function):
             logits = _logits(hidden[chunk], weight, bias, ctx.head)
             ref_logits = _ref_logits(ref_hidden[chunk], ctx.options, len(weight)) if needs_ref else None
             dtype, parts = weight.dtype if d_bias is None else accumulate_dtype, []
-            if grad_divergence is not None:  # first: the kernel below overwrites the logits
+            if grad_divergence is not None:  # before the kernel below overwrites the logits
                 assert ref_logits is not None
                 grad = grad_divergence[chunk]
                 parts.append(_divergence_gradient(logits, ref_logits, tokens[chunk], ctx.head, ctx.options, grad))
@@ -327,7 +345,8 @@ def _raw_logits_gradient(
 ) -> Tensor:
     """The gradient of the loss with respect to one chunk's raw logits W h, through temperature, soft cap and scale.
 
-    `values` are entropy and KL, `grads` the loss's gradients by log-probability, entropy, KL and reverse KL, all `[n]`.
+    `values` are entropy and KL. `grads` are the gradients of the loss with respect to log-probability, entropy, KL and
+    reverse KL. All are `[n]`.
     """
     entropy, kl = (None if x is None else x[:, None] for x in values)
     grad_logp, grad_entropy, grad_kl, grad_ref_policy = (None if x is None else x[:, None] for x in grads)

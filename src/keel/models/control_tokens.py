@@ -18,7 +18,7 @@ from keel.base.errors import KeelError
 
 Tokens = tuple[int, ...]
 _NAMES = ("role", "name", "tool_call_id")  # fields of a message that templates compare
-_THINK_OR_CALL = re.compile(r"think|tool[\W_]?call", re.IGNORECASE)  # tokens that the model itself may write
+_THINK_OR_CALL = re.compile(r"think|tool[\W_]?call", re.IGNORECASE)  # control tokens that the model may sample
 
 
 class Encoded(NamedTuple):
@@ -29,7 +29,7 @@ class Encoded(NamedTuple):
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: its special tokens, and added tokens that are more than a word or spaces."""
+    """The control tokens of a tokenizer: its special tokens, and added tokens other than plain words and spaces."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -47,7 +47,7 @@ class ControlTokens:
         return tuple(int(token) for token in self.tokenizer.encode(text, add_special_tokens=False))
 
     def plain(self, text: str) -> Tokens:
-        """The tokens of an untrusted text: as `encode`, but control tokens become ordinary tokens."""
+        """The tokens of an untrusted text; strings of control tokens are encoded as ordinary tokens."""
         return self._plain(text, self.encode)
 
     @cached_property
@@ -59,20 +59,20 @@ class ControlTokens:
         return _any_of(map(_folded, self._texts.values()))
 
     def may_forge(self, text: str) -> bool:
-        """Whether a text may contain a control token's string, ignoring case and width; no encoding."""
+        """Whether a text may contain a control token's string, ignoring case and width. The text is not encoded."""
         return self._folded_marks.search(_folded(text)) is not None
 
     def forged(self, tokens: Collection[int], text: str, *, by_model: bool = False) -> str | None:
-        """The first control token among a text's tokens; `by_model`: ignore think and tool-call tokens."""
+        """The first control token among a text's tokens. `by_model` ignores think and tool-call tokens."""
         marks = (self._texts[token] for token in self._found(tokens, text))
         return next((mark for mark in marks if not (by_model and _THINK_OR_CALL.search(mark))), None)
 
     def rendered(self, render: Callable[..., str], *outside: Any, room: int | None = None) -> Encoded:
         """The tokens of `render(*outside)`, where no untrusted string of `outside` yields a control token.
 
-        Usually these are the tokens of the whole text. If it has control tokens that the template's own parts lack, the
-        parts are encoded separately, with `outside` as ordinary text. Of a text with far more than `room` tokens only
-        the beginning is encoded; it has more than `room` tokens.
+        Usually these are the tokens of the whole text. If `outside` yields a control token, the template's parts and
+        the untrusted strings are encoded separately, the latter as ordinary tokens. If a text is far longer than `room`
+        tokens, only its beginning is encoded, which is still longer than `room`.
         """
         text = render(*outside)
         if room is not None and (beginning := self._beginning_if_overlong(text, room)):
@@ -101,7 +101,7 @@ class ControlTokens:
         return Encoded(tuple(parts), self._texts[next(iter(Counter(found) - Counter(own)), found[0])])
 
     def _found(self, tokens: Collection[int], text: str) -> list[int]:
-        """The control tokens among a text's tokens, in order; not `<unk>` for a character that has no token."""
+        """The control tokens among a text's tokens, in order, without `<unk>` for characters that have no token."""
         if self._texts.keys().isdisjoint(tokens):
             return []
         controls = (token for token in tokens if token in self._texts)
@@ -133,8 +133,8 @@ class ControlTokens:
     def _beginning_if_overlong(self, text: str, room: int) -> Tokens | None:
         """The tokens of a text's beginning, if they prove that the whole text has more than `room` tokens.
 
-        A token may have any number of characters, so the beginning is encoded to see. A cut text may have a few tokens
-        more than the same part of the whole; hence the factor 2.
+        The length in characters does not bound the number of tokens, so the beginning is encoded. Cutting a text may
+        add a few tokens, so the beginning must have twice the tokens.
         """
         length = 16 * room + 1024
         while length < len(text):
@@ -147,10 +147,11 @@ class ControlTokens:
 class _Tags:
     """Tags around untrusted strings, to split a rendered text into their parts and the template's.
 
-    Tags are digits, which templates and JSON keep, inside the surrounding spaces, which templates strip. Only strings
-    that may yield a control token are tagged, so that comparisons in templates still work: strings that contain one,
-    could complete one at an end, or are changed by the template; `every` string if some control token does not appear
-    verbatim in the text. Names of messages and fields get zeros instead.
+    Tags are digits, because templates and JSON do not change digits. They stand inside the spaces around a string,
+    because templates strip these. Only strings that may yield a control token are tagged, because tags break
+    comparisons in templates. These are strings that contain a control token, that start or end with a part of one, or
+    that the template changes. `every` tags all strings, for control tokens that do not appear verbatim in the text.
+    Names in messages and field names are replaced by zeros instead.
     """
 
     def __init__(self, text: str, outside: Any, marks: Collection[str], *, every: bool) -> None:
@@ -160,7 +161,7 @@ class _Tags:
         self.text, self.marks, self.every, self.used = text, marks, every, False
 
     def put(self, value: Any, *, neutral: bool = False, name: bool = False) -> Any:
-        """Tag the strings of a value, nested ones too; `neutral`: replace them by zeros."""
+        """Tag the strings of a value, nested ones too. `neutral` replaces them by zeros instead."""
         if isinstance(value, str):
             inner = value.strip()
             if not inner or not self._suspicious(inner, name):
@@ -179,7 +180,7 @@ class _Tags:
         return [self.put(item, neutral=neutral) for item in value] if isinstance(value, list | tuple) else value
 
     def split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The parts of a rendered text, and whether each is untrusted (also in doubt)."""
+        """The parts of a rendered text, and whether each is untrusted; a part with an unpaired tag is untrusted."""
         pieces = [self.close, *re.split(f"({self.open}|{self.close})", text), self.open]
         for before, part, after in zip(pieces[::2], pieces[1::2], pieces[2::2], strict=False):
             if part:
@@ -221,7 +222,7 @@ def _is_mark(text: str) -> bool:
 
 
 def _any_of(marks: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of these strings, longest first, as tokenizers match."""
+    """A pattern that matches any of these strings; the longest match wins, as in tokenizers."""
     return re.compile("|".join(map(re.escape, sorted({*marks} - {""}, key=len, reverse=True))) or "(?!)")
 
 

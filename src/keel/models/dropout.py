@@ -35,7 +35,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 @contextmanager
 def original_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, the config has its original dropout, for saving."""
+    """Within this context, the config has its original dropout, for saving."""
     settings = getattr(model, _ORIGINAL, ())
     current = [getattr(config, key) for config, key, _ in settings]
     try:

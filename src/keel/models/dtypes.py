@@ -41,14 +41,14 @@ def matmul_eps(model: nn.Module) -> float:
 
 
 def _tf32() -> bool:
-    """Whether fp32 products are rounded to TF32; the older flag cannot be read once the newer one was set."""
+    """Whether fp32 products are rounded to TF32. torch raises for the old flag if the new one has been set."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     return precision == "tf32" if precision != "none" else torch.backends.cuda.matmul.allow_tf32
 
 
 @contextmanager
 def ieee_matmuls() -> Iterator[None]:
-    """Inside, fp32 products on a GPU are not rounded to TF32."""
+    """Within this context, fp32 products on a GPU are not rounded to TF32."""
     matmul = torch.backends.cuda.matmul
     older = getattr(matmul, "fp32_precision", "none") == "none"
     flag, ieee = ("allow_tf32", False) if older else ("fp32_precision", "ieee")

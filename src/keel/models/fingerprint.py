@@ -23,13 +23,13 @@ def fingerprint(model: nn.Module) -> str:
     """A digest of every effective weight: equal weights have equal digests, any changed element changes the digest.
 
     Each row of 64-bit words x is reduced on its own device to Σ mix(xᵢ + i·golden) mod 2⁶⁴. The mixing is a bijection,
-    so changing one word always changes the sum. It is not linear, so changes to several words cancel with probability
-    about 2⁻⁶⁴ only (in a weighted sum, pairs of flipped signs would always cancel). The sums are hashed with
-    names, shapes and dtypes. CPU and CUDA give the same digest.
+    so changing one word always changes the sum. It is not linear, so changes to several words cancel with a probability
+    of about 2⁻⁶⁴. In a weighted sum, two flipped signs could always cancel. The sums are hashed with names, shapes
+    and dtypes. CPU and CUDA give the same digest.
 
-    Effective weights are parameters and persistent buffers (other buffers are derived and may differ by device); of a
-    peft model, the base weights with the active adapters and their scaling. Inactive, disabled and merged adapters
-    are left out. Adapter names do not matter.
+    Effective weights are parameters and persistent buffers. Other buffers are computed and may differ by device. In a
+    peft model, the effective weights are the base weights and the active adapters with their scaling. Inactive,
+    disabled and merged adapters are left out. Adapter names do not matter.
     """
     return fingerprint_tensors(effective_weights(model), extra=adapter_state(model))
 
@@ -61,7 +61,7 @@ def effective_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The persistent buffers, in contrast to those computed from the config."""
+    """The persistent buffers; other buffers are computed from the config."""
     for prefix, module in model.named_modules():
         for leaf, buffer in module.named_buffers(recurse=False):
             if leaf not in module._non_persistent_buffers_set:
@@ -69,12 +69,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _base_name(name: str) -> str:
-    """The name without peft's wrapping, so that a model with its adapters off equals the model it was made from."""
+    """The name without peft's wrappers, so that a model with disabled adapters has the digest of its base model."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def adapter_state(model: nn.Module) -> Iterator[str]:
-    """Effective settings beside the parameters: the scaling α/r of BA, and whether it is merged into its base."""
+    """The effective settings of adapters: the scaling α/r of BA, and whether BA is merged into the base weights."""
     for name, layer in adapter_layers(model):
         scaling = getattr(layer, "scaling", {})
         yield from (
@@ -86,7 +86,7 @@ def adapter_state(model: nn.Module) -> Iterator[str]:
 
 @lru_cache(maxsize=8)
 def _offsets(device: torch.device) -> Tensor:
-    """i·golden for each index of a row: equal words at different indices are mixed to different numbers."""
+    """i·golden for each index of a row, so that equal words at different indices give different numbers."""
     return torch.arange(1, _ROW + 1, dtype=torch.int64, device=device) * GOLDEN
 
 
@@ -105,7 +105,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The sums of the rows of each tensor, `[rows]`, on its device: one by one on a CPU, batched on a GPU."""
+    """The row sums `[rows]` of each tensor, on its device. Tensors on a GPU are summed in batches."""
     sums: list[Tensor] = []
     for words in _groups(map(_words, tensors)):
         sums += _joint_sums(words) if len(words) > 1 else [_row_sums(words[0])]
@@ -117,7 +117,10 @@ def _is_on_gpu(words: Tensor) -> bool:
 
 
 def _groups(tensors: Iterable[Tensor], joins: Callable[[Tensor], bool] = _is_on_gpu) -> Iterator[list[Tensor]]:
-    """Batches of consecutive tensors of one device, up to a block of whole rows; tensors without `joins` are alone."""
+    """Batches of consecutive tensors on one device, of up to a block of whole rows.
+
+    A tensor for which `joins` is false is a batch of its own.
+    """
     together: list[Tensor] = []
     for words in tensors:
         fits = joins(words) and sum(map(_rows, (*together, words))) * _ROW <= _block(words.device)

@@ -1,9 +1,9 @@
 """Shared-prefix attention with flash kernels: two varlen calls per layer.
 
-In the first call every prompt and every completion attends to itself, in the second a group's completions attend to its
-prompt. Both are parts of one softmax, merged by their log-sum-exp. In the backward, flash attention recomputes the
-probabilities from the given log-sum-exp: with that of the merged softmax, each call returns its part of the gradient,
-and the parts add up. Rotations and merging are Triton kernels if Triton is installed, else plain torch.
+In the first call every prompt and every completion attends to itself. In the second call a group's completions attend
+to its prompt. The log-sum-exp of both calls merges them into one softmax. In the backward, flash attention recomputes
+the probabilities from a log-sum-exp. Given the merged one, each call returns its part of the gradient, and the
+gradient is the sum of both. Rotation and merging use Triton kernels if Triton is installed, otherwise plain torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D] of the tokens' posi
 
 
 class Kernels(NamedTuple):
-    """Attention `(out [N, H, D], log-sum-exp [H, N])` over segments of tokens, and its gradients by q, k and v."""
+    """Varlen attention: a forward that returns `(out [N, H, D], log-sum-exp [H, N])`, and the gradients of q, k, v."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class VarlenArguments(NamedTuple):
-    """Arguments of one varlen call: queries of a segment attend to the keys of the segment with the same index."""
+    """Arguments of one varlen call, in which the queries of segment i attend to the keys of segment i."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -74,7 +74,7 @@ def has_triton() -> bool:
 
 
 def flash_dtype(query: Tensor) -> torch.dtype:
-    """The dtype of attention: autocast's if enabled."""
+    """The dtype of attention: autocast's if autocast is enabled, otherwise the query's."""
     device = query.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
 
@@ -84,7 +84,7 @@ def flash_unsupported_reason(
 ) -> str | None:
     """Why the flash kernels do not support `like`'s device and dtype or this head size; None if they do.
 
-    `planned`: assume a recent GPU.
+    `planned` assumes a recent GPU.
     """
     dtype = flash_dtype(like)
     if not like.is_cuda and not planned:
@@ -107,7 +107,7 @@ def flash_attend(
     rotation: Rotation | None = None,
     kernels: Kernels = FLASH,
 ) -> Tensor:
-    """Attention of tokens `[N, H, D]` over `[N, K, D]`, queries and keys are rotated first; differentiable."""
+    """Attention of queries `[N, H, D]` over keys `[N, K, D]`, both rotated first; differentiable."""
     dtype = flash_dtype(q)
     cos, sin = rotation if rotation is not None else (None, None)
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -127,7 +127,7 @@ def _attend(
     scale: float,
     kernels: Kernels,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rotated q and k, v, and the attention's output and log-sum-exp."""
+    """Return rotated q, rotated k, v, and the output and log-sum-exp of attention."""
     own, to_prompt = _varlen_arguments(segments)
     around = _rotate_and_join(q)
     q, k, v = (x.contiguous() for x in (q, k, v)) if cos is None else around.rotate(q, k, v, cos, sin)
@@ -167,9 +167,10 @@ class TorchKernels:
 
     @staticmethod
     def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x cos + (−x₂, x₁) sin of q and k, with x₁ and x₂ the halves of a head; in fp32, rounded once.
+        """Rotate q and k: x cos + (−x₂, x₁) sin, where x₁ and x₂ are the halves of a head.
 
-        The results are contiguous; the inputs may be views of one tensor.
+        The rotation is computed in fp32 and rounded once. The results are contiguous. The inputs may be views of one
+        tensor.
         """
 
         def rotated(x: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class TorchKernels:
 
     @staticmethod
     def join(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
-        """Merge two parts of a softmax for completion tokens; other tokens have only the first."""
+        """Merge two parts of a softmax at completion tokens. Other tokens have only the first part."""
         joined = torch.where(in_completion, torch.logaddexp(lse, more_lse), lse)
         share, more_share = ((part - joined).exp().t().unsqueeze(-1) for part in (lse, more_lse))
         return torch.where(in_completion[:, None, None], (out * share + more * more_share).to(out.dtype), out), joined
@@ -189,7 +190,7 @@ class TorchKernels:
     def add_gradients(
         parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """The sum of both calls' gradients by q, k and v, before the rotation."""
+        """The gradients of q, k and v before the rotation, summed over both calls."""
         if more is not None:
             parts = tuple(part + other for part, other in zip(parts, more, strict=True))
         if cos is None or sin is None:

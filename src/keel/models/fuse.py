@@ -1,10 +1,10 @@
-"""Fused norms, gated activations and rotary attention of a model on a GPU, forward and backward.
+"""Fused norms, gated activations, rotary attention and LoRA layers of a model on a GPU, forward and backward.
 
-Unfused, an RMS norm is six passes over its input, a gated activation two and the rotation of queries and keys ten, and
-nearly as many in the backward: in small and middle-sized models they take as long as the matmuls. A module is replaced
-only if the fused form is as near to fp32 as its own forward.
+Unfused, an RMS norm takes six passes over its input, a gated activation two, the rotation of queries and keys ten and
+an adapter six. The backward takes nearly as many. In small and medium models these passes take as long as the matmuls.
+A module is replaced only if the fused forward is as close to fp32 as the module's own forward.
 
-`fallback_notes` lists what does not run on the fastest path, and why.
+`fallback_notes` lists the modules that do not use the fastest path, and why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from keel.models.chunked import fused_stats_unsupported_reason
 from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason, has_triton
 from keel.models.fused_linear import fused_linears
 from keel.models.head import at_least_fp32, body_of, head_of
-from keel.models.noise import Errors, errors_of, judge
+from keel.models.low_rank import is_lora_linear, lora_forward, trial_adapters
+from keel.models.noise import Errors, errors_of, estimated, judge
 from keel.models.prefix_attention import (
     RowStructure,
     active_structure,
@@ -38,24 +39,24 @@ _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def fuse_modules(model: nn.Module) -> int:
-    """Replace the forward of modules with a fused form in place; return how many. Weights and names stay."""
+    """Replace forwards by fused ones in place; return the number of modules. Weights and names do not change."""
     if not next(model.parameters()).is_cuda:
         return 0
     count = 0
     matching: dict[tuple[Any, ...], bool] = {}
-    for module in model.modules():
-        forward = fused_forward(module)
-        if forward is None:
-            continue
-        parameter = next(module.parameters())
-        kind: tuple[Any, ...] = (type(module), parameter.shape, parameter.dtype)
-        if forward is attention:
-            kind = (module,)  # layers of one class may or may not rotate
-        if kind not in matching:
-            matching[kind] = attention_matches(module) if forward is attention else _matches(module, forward)
-        if matching[kind]:
-            replace_forward(module, forward)
-            count += 1
+    with trial_adapters(model):
+        for module in model.modules():
+            forward = fused_forward(module)
+            if forward is None:
+                continue
+            kind: tuple[Any, ...] = (type(module), *((p.shape, p.dtype) for p in module.parameters()))
+            if forward is attention:
+                kind = (module,)  # per module: layers of one class may differ in rotation
+            if kind not in matching:
+                matching[kind] = attention_matches(module) if forward is attention else _matches(module, forward)
+            if matching[kind]:
+                replace_forward(module, forward)
+                count += 1
     return count
 
 
@@ -63,16 +64,27 @@ def replace_forward(module: Any, forward: Any) -> None:
     module.forward = MethodType(forward, module)
 
 
-def fused_forward(module: nn.Module) -> Any:
+def fused_kind(module: nn.Module) -> str | None:
+    """Whether a module is a norm, an attention, a gated MLP or a LoRA layer that has a fused form."""
+    if is_lora_linear(module):
+        return "lora"
     names = {name for name, _ in module.named_children()}
     if hasattr(module, "variance_epsilon") and not names and [n for n, _ in module.named_parameters()] == ["weight"]:
         one_input = len(inspect.signature(type(module).forward).parameters) == 2  # a gated norm takes its gate too
-        return _rms_norm if one_input else None
+        return "norm" if one_input else None
     if names - {"q_norm", "k_norm"} == _ATTENTION:
-        return attention
+        return "attention"
     silu = names == _GATED and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
     double = any(parameter.dtype == torch.float64 for parameter in module.parameters())  # the kernel sums in fp32
-    return _gated_mlp if silu and has_triton() and not double else None
+    return "mlp" if silu and not double else None
+
+
+def fused_forward(module: nn.Module) -> Any:
+    """The fused form of a module, or None."""
+    kind = fused_kind(module)
+    if kind is None or (kind == "mlp" and not has_triton()):
+        return None
+    return {"lora": lora_forward, "norm": _rms_norm, "attention": attention, "mlp": _gated_mlp}[kind]
 
 
 def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
@@ -97,7 +109,7 @@ def _product(x: Tensor, linear: nn.Module) -> Tensor:
 
 
 def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """Shared-prefix attention with flash kernels and fused rotation if supported, else the class's own forward."""
+    """Shared-prefix attention with flash kernels and fused rotation; the class's own forward if unsupported."""
     structure, rotation = active_structure(self.config), kwargs.get("position_embeddings")
     dropout = self.attention_dropout if self.training else 0.0
     flash = flash_unsupported_reason(hidden_states, self.head_dim, dropout) is None
@@ -123,13 +135,20 @@ def attention(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tu
 
 @torch.no_grad()
 def _matches(module: Any, forward: Any) -> bool:
-    """Whether the fused form is as near to fp32 as the module's own forward."""
+    """Whether the fused forward is as close to fp32 as the module's own."""
     parameter = next(module.parameters())
+    width = getattr(module, "in_features", parameter.shape[-1])
+    dtype = parameter.dtype if parameter.is_floating_point() else torch.bfloat16  # of quantised weights
+    in_half = forward is lora_forward and dtype == torch.float32
 
     def draw(seed: int) -> Errors:
         generator = torch.Generator(parameter.device).manual_seed(seed)
-        x = torch.randn(64, parameter.shape[-1], generator=generator, device=parameter.device).to(parameter.dtype)
-        return errors_of(module, forward(module, x), module(x), lambda: module(at_least_fp32(x)))
+        x = torch.randn(64, width, generator=generator, device=parameter.device).to(dtype)
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=in_half):
+            fast, plain = forward(module, x), module(x)
+            if not parameter.is_floating_point():  # no pass of such a layer is in fp32
+                return estimated(fast, plain, torch.finfo(dtype).eps)
+            return errors_of(module, fast, plain, lambda: module(at_least_fp32(x)))
 
     try:
         return judge(draw, exact=1e-4) is None
@@ -141,7 +160,7 @@ def _matches(module: Any, forward: Any) -> bool:
 
 @torch.no_grad()
 def attention_matches(module: Any) -> bool:
-    """The same for attention, on small shared-prefix rows in half precision."""
+    """Whether fused attention is as close to fp32 as the module's own, on small half-precision shared-prefix rows."""
     own, parameter = type(module).forward, next(module.parameters())
     packed = small_rows().to(parameter.device)
 
@@ -153,14 +172,14 @@ def attention_matches(module: Any) -> bool:
 
         def run(forward: Any, dtype: torch.dtype | None = None) -> Tensor:
             tensors = [part if dtype is None else part.to(dtype) for part in (x, angles.cos(), angles.sin())]
-            with prefix_attention(module.config, RowStructure(packed)):  # which refuses windows, soft caps and so on
+            with prefix_attention(module.config, RowStructure(packed)):  # raises for windows, soft caps and the like
                 out = forward(module, tensors[0], position_embeddings=tuple(tensors[1:]), attention_mask=None)[0]
             flat: Tensor = out.flatten(0, 1)
             return flat
 
         x, angles = normal(module.q_proj.in_features).to(parameter.dtype), normal(module.head_dim // 2).repeat(1, 1, 2)
         angles = angles.to(x.dtype)
-        # scores of size one: a flat softmax would hide a wrong rotation
+        # Scale the scores to size 1: a flat softmax would hide a wrong rotation.
         x = x * (module.q_proj(x).std() * module.k_proj(x).std() * module.head_dim**0.5 * module.scaling).rsqrt()
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32):
             return errors_of(module, run(attention), run(own), lambda: run(own, at_least_fp32(x).dtype))
@@ -174,9 +193,9 @@ def attention_matches(module: Any) -> bool:
 
 
 def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, planned: bool = False) -> tuple[str, ...]:
-    """One line each for attention, vocabulary statistics, norms and MLPs off the fast path.
+    """One line for each of attention, vocabulary statistics, norms and MLPs that does not use the fast path.
 
-    `planned`: assume a recent GPU.
+    `planned` assumes a recent GPU.
     """
     body: Any = body_of(model)
     like = next(body.parameters())
@@ -193,5 +212,5 @@ def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, pl
 
 
 def _is_unfused(module: nn.Module) -> bool:
-    """Whether a module is an RMS norm or MLP with its class's forward; torch's own norms are fused already."""
+    """Whether a module is an unfused RMS norm or MLP; torch's own norms are already fused."""
     return type(module).__name__.endswith(("RMSNorm", "MLP")) and "forward" not in vars(module)

@@ -1,7 +1,7 @@
-"""Fused linear layers of one input in half precision, with each weight cast once per pass.
+"""One half-precision matmul for several linear layers of the same input; each weight is cast once per update.
 
-Autocast casts every weight for every microbatch, the input once per weight, and rounds every gradient to half precision
-before casting it back. For small models on a GPU these kernel launches take longer than the arithmetic.
+Autocast casts every weight in every microbatch and the input once per layer. It rounds every gradient to half precision
+and casts it back. For small models on a GPU these kernel launches take longer than the arithmetic.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # casts with the ve
 
 
 def cast_weights_once(items: Iterable[T]) -> Iterator[T]:
-    """Yield the items; during the loop each weight is cast to half precision once per update."""
+    """Yield the items. During the loop, each weight is cast to half precision only if it has changed."""
     casts: dict[nn.Module, tuple[list[int], Cast]] = {}
     _passes.append(casts)
     try:
@@ -34,9 +34,9 @@ def cast_weights_once(items: Iterable[T]) -> Iterator[T]:
 
 
 def fused_linears(x: Tensor, *linears: nn.Module) -> Tensor | None:
-    """The concatenated `linear(x)` of fp32 layers under half-precision autocast; None if that does not apply.
+    """The concatenated `linear(x)` of plain fp32 layers under half-precision autocast; None for other layers or dtypes.
 
-    Gradients by weights, and by an fp32 input, are summed in fp32 and never rounded to half precision.
+    Gradients of weights and of an fp32 input are summed in fp32 and never rounded to half precision.
     """
     dtype = flash_dtype(x)
     plain = tuple(linear for linear in linears if is_plain_linear(linear) and linear.weight.dtype == torch.float32)
@@ -67,9 +67,9 @@ class _JointProduct(torch.autograd.Function):
         grad, flat = grad.flatten(0, -2), x.flatten(0, -2)
         d_x, gradients = None, [None] * (len(ctx.sizes) * (1 + ctx.has_bias))
         if ctx.needs_input_grad[0]:
-            d_x = _product(grad, weight, ctx.input_dtype).view_as(x)
+            d_x = product(grad, weight, ctx.input_dtype).view_as(x)
         if any(ctx.needs_input_grad[3:]):
-            parts = [_product(grad.t(), flat, torch.float32)]
+            parts = [product(grad.t(), flat, torch.float32)]
             parts += [grad.sum(0, dtype=torch.float32)] if ctx.has_bias else []
             gradients = [part for whole in parts for part in whole.split(ctx.sizes)]
         return d_x, None, None, *gradients
@@ -84,8 +84,11 @@ def _cast(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> Cast:
     return casts[linears[0]][1]
 
 
-def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b, summed in fp32 and rounded once."""
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix product a b, summed in fp32 and rounded once."""
     if a.dtype == dtype:
         return a @ b
-    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        return a.to(dtype) @ b.to(dtype)

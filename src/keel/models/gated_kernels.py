@@ -13,7 +13,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-# Triton specialises widths divisible by 16: loads are then as wide as the bus.
+# Triton specialises widths divisible by 16 and then uses wide loads.
 @triton.jit
 def _forward_kernel(gate, up, out, stride, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -38,7 +38,7 @@ def _backward_kernel(grad, gate, up, d_gate, d_up, stride, width, BLOCK: tl.cons
 
 
 def _launch(kernel, first: Tensor, gate: Tensor, *others: Tensor) -> None:
-    """Launch over all rows of the contiguous `first`; gate, up and their gradients have gate's row stride."""
+    """Launch over all rows of the contiguous `first`. Gate, up and their gradients have the row stride of `gate`."""
     width = first.shape[-1]
     rows = first.numel() // max(width, 1)
     if rows:
@@ -72,7 +72,7 @@ class _GatedSilu(torch.autograd.Function):
 
 
 def gated_silu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) · up, of tensors of one shape and dtype; without `up`, of the two halves of `gate`."""
+    """silu(gate) · up for tensors of equal shape and dtype. Without `up`, `gate` holds both, one half each."""
     if torch.is_grad_enabled():
         return _GatedSilu.apply(gate, up)
     return _gated(gate.contiguous(), None if up is None else up.contiguous())

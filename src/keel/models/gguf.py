@@ -15,7 +15,7 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.models.tokenizer import check_eos
 
-# GGUF's value types by number: struct formats of the fixed-size ones, then strings and arrays.
+# GGUF's value types by number: first the fixed-size ones with their struct formats, then strings and arrays.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -57,7 +57,7 @@ def check_gguf(path: Path) -> GgufHeader:
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """The dequantised model and its tokenizer, as from an ordinary folder."""
+    """Load the dequantised model and its tokenizer."""
     header = check_gguf(path)
     try:
         import gguf  # noqa: F401
@@ -108,7 +108,7 @@ def _repair_digits(tokenizer: Any, pre: str | None) -> None:
 
 
 def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
-    """BOS, EOS and padding from the ids in the file, because transformers' reader does not set all of them."""
+    """Set BOS, EOS and pad from the ids in the file, because transformers' reader does not set all of them."""
     for role, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         token_id = header.values.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is not None:
@@ -118,8 +118,8 @@ def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
 def _drop_unembedded_tokens(tokenizer: Any, rows: int) -> Any:
     """The tokenizer without tokens that the model has no embedding row for.
 
-    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as unknown token, even if the file has none;
-    byte-level text is never unknown, so it is not needed.
+    The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as unknown token, even if the file has none. A
+    byte-level tokenizer never needs an unknown token.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -195,7 +195,7 @@ def _string(file: BinaryIO) -> str:
 
 
 def _value(file: BinaryIO, kind: int) -> Any:
-    """A value of the header; arrays are skipped."""
+    """Read one value of the header. Arrays are skipped."""
     if kind == _STRING:
         return _string(file)
     if kind == _ARRAY:

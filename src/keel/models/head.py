@@ -1,8 +1,8 @@
 """The two halves of a causal LM: its body (tokens to hidden states) and its head (hidden states to logits).
 
-Scoring runs the body once and the head in chunks, so it must reproduce what a model does after its output embedding: a
-scale (Cohere, Granite), a soft cap (Gemma) or nothing (most). Config names and conventions differ between models, so
-these settings are measured on the model itself.
+Scoring runs the body once and the head in chunks. It must therefore repeat what a model does after its output
+embedding: a scale (Cohere, Granite), a soft cap (Gemma) or, in most models, nothing. Configs name these settings
+differently, so they are measured on the model itself.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _heads: WeakKeyDictionary[nn.Module, tuple[int, float, float | None]] = WeakKeyD
 
 @dataclass(frozen=True)
 class Head:
-    """logits = scale · W h, or cap · tanh(scale · W h / cap), in fp32 at least.
+    """logits = scale · W h, or cap · tanh(scale · W h / cap), in at least fp32.
 
-    `module` is the output embedding, or the module around it that transforms hidden states once more (BERT).
+    `module` is the output embedding, or the module around it if that also transforms the hidden states (BERT).
     """
 
     module: nn.Module
@@ -40,14 +40,14 @@ class Head:
         return shape_logits(at_least_fp32(self.module(hidden)), self.scale, self.softcap)
 
     def linear(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias if the module is a plain linear map; None for adapters, quantised weights and hooks."""
+        """Weight and bias if the module is a plain linear layer; None with adapters, quantised weights or hooks."""
         module = self.module
         return (module.weight, module.bias) if is_plain_linear(module) else None
 
 
 @dataclass(frozen=True)
 class JoinedHeads:
-    """The heads of several models, each with its width, for hidden states whose last number says whose they are."""
+    """The heads of several models, each with its hidden size. A hidden state ends with the index of its model."""
 
     heads: tuple[tuple[LogitsOf, int], ...]
 
@@ -62,12 +62,12 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """Half precision becomes fp32; fp64 stays."""
+    """Convert half precision to fp32 and leave fp64 unchanged."""
     return x.float() if torch.finfo(x.dtype).bits < 32 else x
 
 
 def shape_logits(raw: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scale, then soft cap; the identity returns its argument."""
+    """Apply the scale, then the soft cap; without either, return `raw` itself."""
     scaled = raw if scale == 1.0 else raw * scale
     return scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
 
@@ -113,14 +113,14 @@ def body_of(model: nn.Module) -> nn.Module:
     head = causal.get_output_embeddings() if hasattr(causal, "get_output_embeddings") else None
     named = (causal.get_decoder() if hasattr(causal, "get_decoder") else None, getattr(causal, "base_model", None))
     for body in (*named, getattr(causal, "model", None)):
-        # ModernBERT calls its head `decoder`; Llama 4's body is not named by base_model_prefix
+        # ModernBERT's get_decoder returns its head. Llama 4's base_model_prefix does not name the body.
         if isinstance(body, nn.Module) and body is not causal and body is not head:
             return body
     raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
 
 
 def transformer_blocks(body: nn.Module) -> list[nn.Module]:
-    """The transformer's layers: its largest ModuleList, or none."""
+    """The transformer's layers, found as its ModuleList with the most parameters; empty without one."""
     lists = [module for module in body.modules() if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()), default=()))
 
@@ -150,7 +150,7 @@ def _enclosing_modules(causal: Any, module: nn.Module) -> list[nn.Module]:
 
 
 def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
-    """How many enclosing modules belong to the head, its scale and its soft cap."""
+    """The number of modules around the output embedding that belong to the head; the head's scale; its soft cap."""
     body = body_of(causal)
     heads = [part for part in _enclosing_modules(causal, module) if not any(inner is body for inner in part.modules())]
     for depth, part in enumerate(heads):
@@ -163,10 +163,10 @@ def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | No
 
 
 def frozen_head(model: nn.Module) -> Head:
-    """The current head, for a reference whose adapters are switched back before its head is applied.
+    """The head in its current state, for a reference whose adapters are switched back before its head is applied.
 
-    LoRA on the head, and hooks (an EMA of adapters uses one), are folded into one weight by applying the head to the
-    identity. A head without them is returned uncopied.
+    LoRA on the head and hooks, as for an EMA of adapters, are folded into one weight: the head is applied to the
+    identity matrix. A head without them is returned without a copy.
     """
     head = head_of(model)
     if head.linear() is not None:
@@ -176,7 +176,7 @@ def frozen_head(model: nn.Module) -> Head:
     if adapters_off and isinstance(inner, nn.Linear) and not _hooked(head.module) and not _hooked(inner):
         return replace(head, module=inner)
     original: Any = getattr(head.module, "weight", None)
-    if original is None:  # more than one layer: copy it with its adapters' current state
+    if original is None:  # the head has several layers: copy it in its current state
         return replace(head, module=copy.deepcopy(head.module).requires_grad_(False))
     vocabulary, width = original.shape
     with evaluating(head.module):
@@ -205,7 +205,7 @@ def config_numbers(model: nn.Module) -> dict[str, float]:
 def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     """Find the scale and soft cap among the config's numbers that reproduce the model's own logits.
 
-    The hidden states are scaled up until logits reach ±50, because small logits hide a soft cap.
+    The hidden states are scaled up until logits reach ±50, because a soft cap hardly changes small logits.
     """
     enlarged: list[Tensor] = []
 

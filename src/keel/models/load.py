@@ -23,6 +23,7 @@ from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
 from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora, check_adapter, lora_options_of
+from keel.models.low_rank import trial_adapters
 from keel.models.options import ModelOptions, check_quantization
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.probe import probe_packing
@@ -34,7 +35,7 @@ _ALIGNMENT = 64  # bytes; torch's allocations on the CPU have it
 
 
 class Loaded(NamedTuple):
-    """A loader's result; `missing` are weights that the checkpoint lacks, `unexpected` those that only it has."""
+    """A loader's result. `missing` weights are not in the checkpoint; `unexpected` ones are not in the model."""
 
     model: Any
     tokenizer: Any
@@ -59,16 +60,17 @@ def load_model(
 ) -> LoadedModel:
     """Load and check a model with its tokenizer.
 
-    `model` is the section of that name, or a name, with any other option of the section by keyword:
-    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`; it gets
-    those of `dtype`, `attn_implementation` and `seed` that its signature names. Every dropout is 0 unless `dropout`; a
-    saved config keeps its own values. A tokenizer without pad token uses EOS; one without EOS raises an error.
-    The model is in eval mode unless an option needs train mode (dropout, gradient checkpointing).
-    `quantization` (4bit, 8bit) is for the frozen base under LoRA (QLoRA, arXiv:2305.14314) or for a model that is
-    `frozen` as a whole; it needs bitsandbytes. `section` is where the options stand, for errors.
-    `probe` checks that the model computes shared-prefix rows correctly (a few short forwards); `longest` is the job's
-    longest prompt plus completion (None: the context), so that larger attention windows are ignored. Without the probe,
-    every completion is one row. `loader` replaces the default loader.
+    `model` is `ModelOptions` or a model's name. Other options of the section are keyword arguments:
+    `load_model("tiny", device="cpu", lora={"r": 8})`. A loader `module:attr` returns `(model, tokenizer)`. It receives
+    `dtype`, `attn_implementation` and `seed` if its signature names them. All dropout is set to 0 unless `dropout` is
+    true; saved configs keep the original values. The pad token defaults to EOS. A tokenizer without EOS raises an
+    error. The model is in eval mode unless dropout or gradient checkpointing needs train mode.
+
+    `quantization` (4bit, 8bit) needs bitsandbytes and frozen weights: the base under LoRA (QLoRA, arXiv:2305.14314) or
+    a model that is `frozen` as a whole. `section` is the config section that errors name. `probe` runs a few short
+    forwards to check that the model computes shared-prefix rows correctly; without the probe, every completion is one
+    row. `longest` is the longest prompt plus completion (None: the context). The probe ignores larger attention
+    windows. `loader` replaces the default loader.
     """
     options = model_options(model, **overrides)
     name, lora = options.name, options.lora
@@ -94,7 +96,7 @@ def load_model(
     align_parameters(policy)
     if device.type == "cuda":
         fuse_modules(policy)
-        # cuDNN plans for every new shape, and lengths always differ
+        # cuDNN builds a plan for every new shape, and sequence lengths always differ.
         torch.backends.cuda.enable_cudnn_sdp(False)
     if options.gradient_checkpointing:
         # The reentrant form drops gradients when the first input needs none, as with a frozen embedding under LoRA.
@@ -130,7 +132,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of the model called `name`; for a GGUF file or a user's loader, the model is loaded too."""
+    """The tokenizer of the model `name`. A GGUF file or a user's loader also loads the model."""
     if name == "tiny":
         return tiny_tokenizer()
     if name.endswith(".gguf") or is_import_path(name):
@@ -146,7 +148,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
-    """The section `model`, from a section or a name, with overrides; torch's own types are accepted."""
+    """`ModelOptions` from options or a model's name, with overrides. torch dtypes and devices are accepted."""
     values = model.model_dump() if isinstance(model, ModelOptions) else {"name": model}
     if isinstance(overrides.get("dtype"), torch.dtype):
         overrides["dtype"] = str(overrides["dtype"]).removeprefix("torch.")
@@ -158,8 +160,8 @@ def model_options(model: ModelOptions | str, **overrides: Any) -> ModelOptions:
 def align_parameters(model: nn.Module) -> None:
     """Copy memory-mapped weights into torch's aligned memory.
 
-    On some CPUs the rounding of matmuls depends on the alignment of their operands: a resumed run, with weights from a
-    file, would differ from an uninterrupted one in the last bit.
+    On some CPUs the rounding of matmuls depends on the alignment of their operands. A resumed run, with weights mapped
+    from a file, would then differ from an uninterrupted run in the last bit.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
@@ -169,10 +171,10 @@ def align_parameters(model: nn.Module) -> None:
 def cast_parameters(
     model: nn.Module, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> nn.Module:
-    """The same model with its weights in another dtype and everything on another device; None keeps either.
+    """Convert the model's parameters to `dtype` and move the model to `device`; None changes nothing.
 
-    Buffers keep their dtype: `Module.to(dtype)` would round the rotary frequencies to half precision, an error of a
-    radian within a few hundred tokens.
+    Buffers keep their dtype. `Module.to(dtype)` would round the rotary frequencies to half precision, which is an error
+    of a radian within a few hundred tokens.
     """
     for parameter in model.parameters():
         if dtype is not None and parameter.is_floating_point():
@@ -184,14 +186,14 @@ def cast_parameters(
 
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """All tokens that end a completion, those of the generation config included."""
+    """All token ids that end a completion, including those of the generation config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     listed = configured if isinstance(configured, list | tuple) else [configured]
     return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
 
 
 def _resolve_device(name: str, section: str) -> torch.device:
-    """The named device, or for `auto` the accelerator if there is one; a missing device is refused."""
+    """The named device; `auto` is the accelerator if there is one. Raises for a missing device."""
     try:
         device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
@@ -204,7 +206,7 @@ def _resolve_device(name: str, section: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, section: str = "model") -> tuple[torch.dtype | str, tuple[str, ...]]:
-    """The dtype of the weights, "auto" for the checkpoint's own, and a note if the GPU lacks bfloat16."""
+    """The dtype of the weights ("auto": the checkpoint's own), and a note if the GPU lacks bfloat16."""
     if name != "auto":
         fix = "model.dtype=float32 with optim.precision=float16" if section == "model" else f"{section}.dtype=float32"
         check_bfloat16(f"{section}.dtype", DTYPES[name], device, fix)
@@ -218,13 +220,14 @@ def resolve_dtype(name: str, device: torch.device, section: str = "model") -> tu
 
 
 def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -> tuple[bool, str | None]:
-    """Whether rows may be shared, and the reason why not."""
-    result = probe_packing(model, len(tokenizer), longest=longest)
+    """Whether a row may hold several completions, and if not, why."""
+    with trial_adapters(model):
+        result = probe_packing(model, len(tokenizer), longest=longest)
     return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
 
 def _quantization_kwargs(bits: str | None, loader: Loader, device: torch.device, section: str) -> dict[str, Any] | None:
-    """Arguments of `from_pretrained` for a base in 4 or 8 bits; unsupported setups are refused."""
+    """Arguments of `from_pretrained` for a base in 4 or 8 bits. Raises for unsupported setups."""
     if bits is None:
         return None
     if loader is not _from_transformers:
@@ -242,7 +245,7 @@ def _quantization_kwargs(bits: str | None, loader: Loader, device: torch.device,
 
 
 def find_loader(name: str) -> Loader:
-    """The loader for a model's name; missing files are refused before loading."""
+    """The loader for a model's name. Raises for missing files before loading."""
     path = Path(name).expanduser()
     if name == "tiny":
         return _from_tiny
@@ -256,8 +259,8 @@ def find_loader(name: str) -> Loader:
     if is_import_path(name):
         import_object(name, "model loader")
         return _from_user
-    # A hub name is `name` or `owner/name`; anything else, or a name inside an existing folder, is a path. Asking the
-    # hub for it would retry for half a minute without a network.
+    # A hub name is `name` or `owner/name`. Anything else, or a name inside an existing folder, is a path: a request to
+    # the hub would retry for half a minute without a network.
     is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or not name
     if is_path or ("/" in name and path.parent.is_dir()):
         raise KeelError(f"no model folder at {name!r}: check the path, or give a hub name, a .gguf file or 'tiny'")
@@ -294,7 +297,7 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
     name, attention, trust = model.name, model.attn_implementation, model.trust_remote_code
     source = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     try:
-        # The small files first, to refuse a wrong tokenizer before downloading the weights.
+        # Load the small files first, to refuse a wrong tokenizer before downloading the weights.
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust)
         check_eos(tokenizer, name)
@@ -316,13 +319,13 @@ def _from_transformers(model: ModelOptions, *, dtype: torch.dtype | str, quantiz
 
 
 def _differences(info: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of weights that the checkpoint lacks, and of those that only it has, from transformers' loading info."""
+    """Names of weights missing in the checkpoint, and missing in the model, from transformers' loading info."""
     missing, unexpected = (tuple(sorted(map(str, info.get(f"{kind}_keys", ())))) for kind in ("missing", "unexpected"))
     return missing, unexpected
 
 
 def describe_source(name: str) -> str:
-    """A model's name as an error shows it: a folder, or else a hub name."""
+    """A model's name as errors show it: as a folder or as a hub name."""
     if Path(name).expanduser().exists():
         return f"the folder {name}"
     return f"{name!r} (no such folder here, so a hub name)"

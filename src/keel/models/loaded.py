@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A policy ready to score and to train, with its properties.
+    """A loaded policy, its tokenizer and its properties.
 
     `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
-    is None if the config sets no limit. `notes` list the decisions made for the user. `shared_prefix` says
-    whether a row may hold several completions (`pack`'s argument of that name), `packing_note` why not.
-    `missing` are weights that the checkpoint lacks and that start at random, `unexpected` those that only it has.
+    is None if the config sets no limit. `notes` lists the decisions made for the user. `shared_prefix` says
+    whether a row may hold several completions (see `pack`); `packing_note` says why it may not. `missing` weights are
+    not in the checkpoint and start at random. `unexpected` weights are not in the model.
     """
 
     model: nn.Module

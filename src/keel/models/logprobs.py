@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from keel.base.errors import KeelError
 from keel.base.types import Scores
 from keel.models.chunked import Divergence, StatsOptions, default_chunk, token_stats
 from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, head_of, takes_positions
-from keel.models.pack import PackedBatch
+from keel.models.pack import PackedBatch, padded_mask, padding_columns
 from keel.models.prefix_attention import RowStructure, prefix_attention, use_prefix_attention
 from keel.models.rope import length_regimes, reset_rope, split_by_regime
 
 
 @dataclass(frozen=True)
 class FullScores(Scores):
-    """Scores, and `ref_logp` `[B, T]`, the reference's log-probability of the tokens, without gradient.
+    """Scores, and the reference's log-probabilities of the tokens, `ref_logp` `[B, T]`, without gradient.
 
-    `others` are those against further references, of the same pass.
+    `others` are the scores of the same pass against other references.
     """
 
     ref_logp: Tensor | None = None
@@ -30,10 +31,10 @@ class FullScores(Scores):
 
 
 def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
-    """The hidden states `[N, H]` that score the batch's tokens, final norm included, in the order of `[B, T]`.
+    """The hidden states `[N, H]` that score the batch's tokens, after the final norm, in the order of `[B, T]`.
 
-    A reference's hidden states, not its logits, are kept over a batch's updates. A model whose rotary tables depend on
-    the context length runs once per length regime.
+    For a reference, the hidden states instead of the logits are kept for all updates on a batch. A model whose rotary
+    tables depend on the context length runs once per length regime.
     """
     body = body_of(model)
     regimes = length_regimes(body)
@@ -48,13 +49,13 @@ def hidden_states(model: nn.Module, packed: PackedBatch) -> Tensor:
 
 
 def hidden_states_in_one_pass(model: nn.Module, packed: PackedBatch, structure: RowStructure | None = None) -> Tensor:
-    """`hidden_states` by one forward of the batch; with `structure`, by prefix attention, unchecked."""
+    """`hidden_states` by one forward of the batch. With `structure`, prefix attention is used without a check."""
     positions, _ = packed.scored()
     return _body_states(body_of(model), packed, structure).flatten(0, 1).index_select(0, positions)
 
 
 def _body_states(body: Any, packed: PackedBatch, structure: RowStructure | None = None) -> Tensor:
-    """The body's hidden states `[R, L, H]` at every position of the rows."""
+    """The hidden states `[R, L, H]` of the body at every position of the rows."""
     inputs: dict[str, Any] = {"input_ids": packed.input_ids, "use_cache": False}
     if takes_positions(body):
         inputs["position_ids"] = packed.position_ids
@@ -65,7 +66,11 @@ def _body_states(body: Any, packed: PackedBatch, structure: RowStructure | None 
         with prefix_attention(body.config, structure or RowStructure(packed)):
             hidden = body(**inputs, attention_mask=None)[0]
     else:
-        hidden = body(**inputs, attention_mask=packed.attention_mask())[0]
+        length = packed.input_ids.shape[1]
+        columns = padding_columns(packed.input_ids)
+        mask = padded_mask(packed.attention_mask(), columns)
+        inputs |= {name: pad(inputs[name], (0, columns)) for name in ("input_ids", "position_ids") if name in inputs}
+        hidden = body(**inputs, attention_mask=mask)[0][:, :length]
     return hidden
 
 
@@ -84,11 +89,12 @@ def score_hidden(
     ref_head: LogitsOf | JoinedHeads | None = None,
     chunk_tokens: int | None = None,
 ) -> FullScores:
-    """log softmax(logits / temperature) from hidden states `[N, H]`, in chunks; all `[B, T]`, fp32.
+    """log softmax(logits / temperature) from hidden states `[N, H]`, in chunks.
 
-    `exact_kl` adds Σ_v π_v (log π_v − log p_v) against the reference given by `ref_hidden` (its `hidden_states` for
-    this batch) and `ref_head` (its `head_of`, or any function from hidden states to logits); `ref_policy` adds the
-    other direction, without gradient unless `ref_policy_grad`; `divergence` adds one more. Zero outside completions.
+    All results are `[B, T]` in fp32 and zero outside completions. `exact_kl` adds Σ_v π_v (log π_v − log p_v) against
+    the reference. The reference is given by `ref_hidden`, its `hidden_states` for this batch, and `ref_head`, its
+    `head_of` or any function from hidden states to logits. `ref_policy` adds the other direction, which is
+    differentiable only with `ref_policy_grad`. `divergence` adds another divergence.
     """
     _, tokens = packed.scored()
     exact_kl = exact_kl or ref_policy
@@ -123,9 +129,9 @@ def score_hidden(
 def score_tokens(
     model: nn.Module, packed: PackedBatch, *, others: Sequence[Mapping[str, Any]] = (), **options: Any
 ) -> FullScores:
-    """One forward of the body, and the scores of its hidden states; `options` are those of `score_hidden`.
+    """Run the body once and score its hidden states; `options` are those of `score_hidden`.
 
-    `others` are options against further references, a reading of the head each; empty ones ask for nothing.
+    `others` are the options for other references. Each applies the head once more; empty options are skipped.
     """
     hidden, head = hidden_states(model, packed), head_of(model)
     scores = score_hidden(hidden, head, packed, **options)

@@ -1,7 +1,8 @@
-"""LoRA with peft: a fresh adapter, or a continued one."""
+"""LoRA with peft: create a new adapter or continue an existing one."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
+from keel.models.adapters import adapter_layers
 from keel.models.options import LoraOptions
 
 
@@ -25,10 +27,10 @@ def check_adapter(options: LoraOptions | None) -> None:
 
 
 def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
-    """The model wrapped by peft with one trainable adapter; the base weights are frozen.
+    """Wrap the model with peft and one trainable adapter; the base weights are frozen.
 
-    A fresh adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A;
-    the caller's RNG state is unchanged.
+    A new adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A. The
+    caller's RNG state is unchanged.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 
@@ -61,14 +63,14 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
 
 
 def check_bias(config: Any, what: str) -> None:
-    """Refuse LoRA that trains the base's biases, because the reference shares the base."""
+    """Refuse LoRA that trains biases of the base, because the reference uses the same base."""
     bias = getattr(config, "bias", "none")
     if bias != "none":
         raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
 
 
 def check_unmerged(model: nn.Module) -> None:
-    """Refuse a merged adapter: disabling adapters would unmerge it and leave rounding errors in the base."""
+    """Refuse a merged adapter: disabling it would unmerge it, which leaves rounding errors in the base."""
     module: Any
     for name, module in model.named_modules():
         if hasattr(module, "adapter_layer_names") and getattr(module, "merged", False):
@@ -76,7 +78,7 @@ def check_unmerged(model: nn.Module) -> None:
 
 
 def lora_options_of(model: nn.Module, options: LoraOptions) -> LoraOptions:
-    """The effective options: a continued adapter has its own rank, alpha and targets."""
+    """The effective options. A continued adapter keeps its own rank, alpha and targets."""
     config: Any = next(iter(model.peft_config.values()))  # type: ignore[operator]
     targets = config.target_modules if isinstance(config.target_modules, str) else tuple(sorted(config.target_modules))
     return options.model_copy(update={"r": config.r, "alpha": config.lora_alpha, "targets": targets})
@@ -97,3 +99,30 @@ def adapter_is_zero(model: nn.Module) -> bool:
                     if bool(weight.detach().any()):
                         return False
     return True
+
+
+def _untie(model: Any) -> bool:
+    """Untie the weights of adapted layers from other modules; returns whether any was tied.
+
+    An adapter on a tied head changes only the head. If it were merged into the shared weight, it would also change the
+    input embedding.
+    """
+    holders = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
+    untied = False
+    for _, layer in adapter_layers(model):
+        inner = layer.get_base_layer() if hasattr(layer, "get_base_layer") else None
+        for leaf, parameter in list(inner._parameters.items()) if inner is not None else ():
+            if parameter is not None and holders[id(parameter)] > 1:
+                holders[id(parameter)] -= 1
+                setattr(inner, leaf, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+                untied = True
+    return untied
+
+
+def merge(model: Any) -> Any:
+    """Merge the adapters into the base weights. Do not use the passed model afterwards."""
+    untied = _untie(model)
+    merged = model.merge_and_unload()
+    if untied:
+        merged.config.tie_word_embeddings = False
+    return merged

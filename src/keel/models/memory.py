@@ -17,7 +17,7 @@ from keel.models.logprobs import hidden_states
 from keel.models.pack import pack
 
 _USED = 0.8  # share of free memory to use; the rest is for fragmentation, workspaces and CUDA graphs
-SMALLEST_PASS = 256  # tokens; sizes are multiples of it, so that small changes of free memory do not matter
+SMALLEST_PASS = 256  # tokens; sizes are multiples of it, so that small changes of free memory do not change the size
 
 
 class PassBytes(NamedTuple):
@@ -28,9 +28,9 @@ class PassBytes(NamedTuple):
 
 
 def fitting_tokens(free: int, passes: PassBytes, later: int = 0) -> int:
-    """Tokens of the largest pass within `free` bytes, less the `later` bytes that training allocates afterwards.
+    """Tokens of the largest pass that fits in `free` bytes minus the `later` bytes that training allocates afterwards.
 
-    At least SMALLEST_PASS, even if that may not fit.
+    Never less than SMALLEST_PASS, even if that may not fit.
     """
     tokens = (_USED * free - later - passes.fixed) / max(passes.per_token, 1.0)
     return max(SMALLEST_PASS, int(tokens) // SMALLEST_PASS * SMALLEST_PASS)
@@ -45,27 +45,28 @@ def free_bytes(device: torch.device) -> int:
 def measure_pass_bytes(
     model: nn.Module, autocast: Callable[[], AbstractContextManager[Any]], *, shared_prefix: bool
 ) -> PassBytes:
-    """Measure two small forward and backward passes; their difference gives the bytes per token.
+    """Measure two small forward and backward passes. Their difference gives the bytes per token.
 
-    Gradients are freed at once, because they would hide the activations of small passes, and their size is added
-    afterwards. Existing gradients are restored.
+    Gradients are larger than the activations of small passes. They are therefore freed at once, and their size is
+    added afterwards. Existing gradients are restored.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     before, device = [p.grad for p in trained], next(model.parameters()).device
     hooks = [p.register_post_accumulate_grad_hook(_drop_gradient) for p in trained]
     sizes: list[tuple[int, int, int]] = []
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # of dropout
-            for groups in (1, 2, 6):  # the first is a warm-up, which checks prefix attention once
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout draws numbers
+            for groups in (1, 2, 6):  # the first pass is a warm-up that checks prefix attention once
                 packed = pack([_GROUP] * groups, 0, shared_prefix=shared_prefix).to(device)
                 with LiveBytes() as live:
+                    weights = live.hold((*model.parameters(), *model.buffers()))  # views of weights are not counted
                     with autocast():
                         hidden = hidden_states(model, packed)
-                    held = live.now
+                    held = live.now - weights
                     if hidden.requires_grad:
                         hidden.backward(torch.ones_like(hidden))
                     del hidden
-                sizes.append((packed.input_ids.numel(), held, live.peak))
+                sizes.append((packed.input_ids.numel(), held, live.peak - weights))
     finally:
         for hook in hooks:
             hook.remove()
@@ -90,9 +91,9 @@ _GROUP = Group(Problem("", ""), (1,) * 32, (_completion(33),) * 3)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operations allocate in this mode, until they are freed.
+    """Counts the live bytes of storages that operations allocate in this mode.
 
-    `hold` counts earlier allocations. Fragmentation and workspaces are not counted. Works on fake tensors too.
+    `hold` adds earlier allocations. Fragmentation and workspaces are not counted. Fake tensors are supported.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors that exist already; returns the bytes that were new."""
+        """Count tensors that already exist; return the bytes that were not counted before."""
         before = self.now
         for tensor in tensors:
             self._add(tensor)

@@ -1,6 +1,6 @@
-"""The rule of every trial of a fast path: its error against fp32 is compared with that of the path it replaces.
+"""Trials of fast paths: the error against fp32 is compared with the error of the plain path that is replaced.
 
-In half precision two right computations differ, the more the wider and deeper the model is. A fixed tolerance would
+In half precision two correct computations differ, and more so in wider and deeper models. A fixed tolerance would
 refuse large models or accept bugs in small ones.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,26 @@ from torch import Tensor, nn
 from keel.models.dtypes import ieee_matmuls, matmul_eps
 from keel.models.head import config_numbers, transformer_blocks
 
-MOST_ERROR = 1.5  # times the plain path's error, of all positions together
-MOST_AT_A_POSITION = 3.0  # the same at one position, where single errors vary more
-CLEARLY_WRONG = 10.0  # times the plain path's error at most positions: one draw decides
-EXACT = 1e-3  # of the spread: accepted whatever the plain path's error is
+MOST_ERROR = 1.5  # limit of the RMS error over all positions, in multiples of the plain path's
+MOST_AT_A_POSITION = 3.0  # limit of the error at one position, in multiples of the plain path's
+CLEARLY_WRONG = 10.0  # a multiple of the plain path's error; above it at most positions, one draw decides
+EXACT = 1e-3  # a share of the spread; smaller errors are always accepted
 DRAWS = 7
-ROUNDING = 8.0  # times the dtype's eps: the plain path's error where the model cannot compute in fp32
+ROUNDING = 8.0  # a multiple of the dtype's eps: the plain path's error for models that cannot compute in fp32
 _HALF = (torch.float16, torch.bfloat16)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors `[n]` of a fast path and of the plain one by position, as shares of the spread of the fp32 numbers."""
+    """Errors `[n]` of the fast and the plain path at each position, divided by the std of the fp32 numbers."""
 
     fast: Tensor
     plain: Tensor
 
     @classmethod
     def of(cls, fast: Tensor, plain: Tensor, truth: Tensor) -> Errors:
-        """The largest differences of numbers `[n, …]` at each position; infinite where a number is not finite."""
+        """The largest difference of numbers `[n, …]` from `truth` at each position; infinite if one is not finite."""
         fast, plain, truth = (x.detach() for x in (fast, plain, truth))
         spread = truth.float().std().clamp(min=1e-6)
         fast, plain = ((x.to(truth) - truth).flatten(1).abs().amax(1) / spread for x in (fast, plain))
@@ -44,41 +45,47 @@ class Errors:
 
 
 def finite_or_infinite(errors: Tensor) -> Tensor:
-    """NaN counts as infinite."""
+    """Replace NaN by infinity."""
     return errors.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def errors_of(model: nn.Module, fast: Tensor, plain: Tensor, forward: Callable[[], Tensor]) -> Errors:
-    """Errors of a fast path's numbers `[n, …]` and of the model's own, which `forward` computes once more in fp32.
+    """Errors of the numbers `[n, …]` of a fast and a plain path against `forward` in fp32.
 
-    Where the model cannot compute in fp32 (kernels for half precision alone) the plain path's error is an estimate.
+    If the model cannot compute in fp32 because its kernels need half precision, the plain path's error is estimated.
     """
     if not rounds(model):
         return Errors.of(fast, plain, plain)
-    try:
-        with in_dtype(model, torch.float32):
-            truth = forward()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # third-party models may raise anything
-        return estimated(fast, plain, _eps(model))
-    return Errors.of(fast, plain, truth)
+    truth = in_fp32(model, forward)
+    return estimated(fast, plain, eps_of(model)) if truth is None else Errors.of(fast, plain, truth)
 
 
 def estimated(fast: Tensor, plain: Tensor, eps: float) -> Errors:
-    """The same without fp32 numbers."""
+    """Errors without fp32 numbers: the plain path is the truth, and its own error is set to `ROUNDING` times `eps`."""
     errors = Errors.of(fast, plain, plain)
     return Errors(errors.fast, errors.plain.clamp(min=ROUNDING * eps))
+
+
+def in_fp32(model: nn.Module, forward: Callable[[], R]) -> R | None:
+    """The result of `forward` with the model in fp32; None if the model cannot compute in fp32."""
+    try:
+        with in_dtype(model, torch.float32):
+            return forward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # third-party models may raise anything
+        return None
 
 
 def judge(
     draw: Callable[[int], Errors], *, exact: float = EXACT, slack: float = 1.0, routed: bool = False
 ) -> str | None:
-    """None if a fast path may replace the plain one, else both errors. `draw` takes a seed.
+    """None if a fast path may replace the plain one, otherwise a sentence with both errors. `draw` takes a seed.
 
-    An error is accepted up to `exact`, or to `MOST_ERROR` times the plain path's, each times `slack`. While it is
-    larger, more draws are taken together, unless the plain path is exact or the fast one clearly wrong. `routed`:
-    rounding may send a token to another expert, which is as large as a bug but not in most draws, so medians count.
+    An error is accepted up to `exact` or `MOST_ERROR` times the plain path's error, both multiplied by `slack`. For a
+    larger error, up to `DRAWS` draws are pooled. One draw suffices if the plain path is exact or the fast path is
+    clearly wrong. Use `routed` for mixtures of experts: rounding may send a token to another expert, an error as large
+    as a bug's. It is absent in most draws, so the median over draws is judged.
     """
     draws: list[Errors] = []
     for seed in range(DRAWS):
@@ -92,7 +99,7 @@ def judge(
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether the config says that a router sends tokens to experts."""
+    """Whether the config describes a mixture of experts."""
     return any("expert" in name for name in config_numbers(model))
 
 
@@ -130,21 +137,22 @@ def _rms(errors: Tensor) -> float:
 
 
 def rounds(model: nn.Module) -> bool:
-    """Whether the model computes in less than fp32: else its plain path is the truth."""
-    return _eps(model) > torch.finfo(torch.float32).eps
+    """Whether the model computes in less than fp32. If not, the plain path is the truth."""
+    return eps_of(model) > torch.finfo(torch.float32).eps
 
 
-def _eps(model: nn.Module) -> float:
+def eps_of(model: nn.Module) -> float:
+    """The relative rounding error of the model's computation, with autocast if enabled."""
     device = next(model.parameters()).device.type
     return torch.finfo(torch.get_autocast_dtype(device)).eps if torch.is_autocast_enabled(device) else matmul_eps(model)
 
 
 @contextmanager
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the model computes in this dtype without autocast or TF32; its weights are as they were afterwards.
+    """Within this context, the model computes in `dtype` without autocast or TF32. Its weights are restored afterwards.
 
-    A block's weights are converted while it runs, so that a large model need not fit twice. Quantised weights stay:
-    their layers compute in the dtype they are set to. Flash attention, which is for half precision, becomes sdpa.
+    The weights of a block are converted only while the block runs, so that a large model need not fit twice. Quantised
+    layers keep their weights and compute dtype. Flash attention needs half precision and is replaced by sdpa.
     """
     from torch.distributed.tensor import DTensor
 
@@ -152,7 +160,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         raise NotImplementedError("sharded weights keep their dtype")
     blocks = transformer_blocks(model)
     if any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks):
-        blocks = []  # never called themselves
+        blocks = []  # these blocks are never called themselves
     inside = {module for block in blocks for module in block.modules()}
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
     hooks: list[Any] = []
@@ -184,7 +192,7 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _convert(modules: Iterator[nn.Module], dtype: torch.dtype, held: list[tuple[Tensor, Tensor]]) -> None:
-    """Convert plain tensors; `held` gets each with the data it had. Buffers are widened only (rotary frequencies)."""
+    """Convert plain tensors and append each to `held` with its old data. Buffers are never narrowed."""
     for module in modules:
         buffers = module.buffers(recurse=False) if dtype == torch.float32 else ()
         for tensor in (*module.parameters(recurse=False), *buffers):

@@ -12,7 +12,7 @@ from keel.base.options import Flag, Float, Options, PositiveFloat, PositiveInt
 
 
 class LoraOptions(Options):
-    """LoRA: W + (alpha / r)·B·A on each target layer; an existing `adapter` has its own r, alpha and targets."""
+    """LoRA: W + (alpha / r)·B·A on each target layer. An existing `adapter` keeps its own r, alpha and targets."""
 
     r: PositiveInt = Field(default=16, description="Rank of the update, in dimensions.")
     alpha: PositiveFloat = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
@@ -59,7 +59,7 @@ class ModelOptions(Options):
     trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")
 
     def at(self, checkpoint: Path) -> ModelOptions:
-        """The same model with a checkpoint's weights: its adapter under LoRA, the whole model otherwise."""
+        """These options with a checkpoint's weights: as the adapter under LoRA, otherwise as the whole model."""
         if self.lora is None:
             return self.model_copy(update={"name": str(checkpoint)})
         return self.model_copy(update={"lora": self.lora.model_copy(update={"adapter": str(checkpoint)})})

@@ -1,9 +1,9 @@
 """Pack groups of completions into rows of tokens: each group's prompt once, then its completions.
 
-A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion attends to the prompt and to itself, its
-positions continue from the prompt's length, and the prompt's last position scores the first token of every
-completion: the same numbers as one row per completion, with the prompt computed once. The last token of a completion
-scores nothing and nothing attends to it: it is left out of the row.
+A shared-prefix row holds `prompt, completion 1, completion 2, …`. A completion attends to the prompt and to itself. Its
+positions continue from the prompt's length. The prompt's last position scores the first token of every completion. The
+results equal those of one row per completion, but the prompt is computed once. The last token of a completion is left
+out of the row, because it scores no token and no token attends to it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
@@ -25,13 +25,32 @@ from keel.models.segments import PADDING, Segments, to_device
 Numbers = NDArray[np.int64]
 
 
+def padding_columns(ids: Tensor) -> int:
+    """Columns of padding that rows `[R, L]` need on a GPU before they are scored with a mask: 1 or 0.
+
+    With a mask, heads that share one KV head, and a length of 1 more than a multiple of 32, torch's memory-efficient
+    attention gives the last query a wrong output (pytorch issue 191937, seen with torch 2.11).
+    """
+    return int(ids.is_cuda and ids.shape[1] % 32 == 1)
+
+
+def padded_mask(mask: Tensor, columns: int) -> Tensor:
+    """Add columns of padding to a mask `[R, L]` or `[R, 1, L, L]`. Padding attends to itself."""
+    if not columns:
+        return mask
+    if mask.dim() == 2:
+        return nn.functional.pad(mask, (0, columns))
+    wide = nn.functional.pad(mask, (0, columns, 0, columns))
+    return wide | torch.eye(wide.shape[-1], dtype=torch.bool, device=mask.device)
+
+
 @dataclass(frozen=True)
 class PackedBatch:
     """R rows of L tokens that score B completions of up to T tokens; B is group-major.
 
-    Two numbers per token describe the mask: `prefix` is the index of its prompt (−1: padding) and `branch` that of its
-    completion (0: the prompt itself); `segments` are runs of equal numbers. `gather` indexes the flattened `[R·L]`
-    positions. `host` is the same batch on the CPU, readable without a device synchronisation.
+    Two numbers per token describe the mask. `prefix` is the index of the token's prompt (−1: padding). `branch` is the
+    index of its completion (0: the prompt itself). `segments` are runs of equal `prefix` and `branch`. `gather` indexes
+    the flattened `[R·L]` positions. `host` is the same batch on the CPU, for reads without device synchronisation.
     """
 
     input_ids: Tensor  # [R, L]
@@ -55,9 +74,9 @@ class PackedBatch:
         return replace(self, **moved, segments=self.segments.to(device), host=self if self.host is None else self.host)
 
     def attention_mask(self) -> Tensor:
-        """Boolean `[R, 1, L, L]` for shared-prefix rows; the ordinary `[R, L]` for one row per completion.
+        """The mask for the model: boolean `[R, 1, L, L]` for shared-prefix rows, `[R, L]` for one row per completion.
 
-        The 2-D form keeps the model's own sliding windows and hybrid layers.
+        With the 2-D mask, the model's own sliding windows and hybrid layers still apply.
         """
         if not self.shared_prefix:
             return (self.prefix != PADDING).long()
@@ -66,7 +85,7 @@ class PackedBatch:
     def mask_4d(self) -> Tensor:
         """visible(q, k) = k ≤ q, same prompt, and k is in the prompt or in q's completion.
 
-        Every token sees itself, padding too: attention to nothing would be NaN.
+        Every token attends to itself, padding included, because a softmax over no keys would be NaN.
         """
         visible = self.branch[:, :, None] == self.branch[:, None, :]
         visible |= (self.branch == 0)[:, None, :]
@@ -76,11 +95,11 @@ class PackedBatch:
         return visible[:, None]
 
     def scored(self) -> tuple[Tensor, Tensor]:
-        """The N tokens that exist, in the order of `[B, T]`: positions of their hidden states, and the tokens."""
+        """The N existing tokens in the order of `[B, T]`: the positions that score them, and the tokens."""
         return self.gather.flatten()[self.existing], self.tokens.flatten()[self.existing]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """N values back to `[B, T]`, zero outside the completions; differentiable."""
+        """Scatter N values to `[B, T]`, with zeros outside the completions; differentiable."""
         flat = values.new_zeros(self.completion_mask.numel()).index_copy(0, self.existing, values)
         return flat.view(self.completion_mask.shape)
 
@@ -93,10 +112,10 @@ def pack(
     max_row_tokens: int | None = None,
     context_length: int | None = None,
 ) -> PackedBatch:
-    """Rows for all completions of `groups`.
+    """Pack all completions of `groups` into rows.
 
-    With `shared_prefix` a group is one row, and groups share a row of up to `max_row_tokens` (None: one row per group).
-    Without it, one right-padded row per completion.
+    With `shared_prefix`, a row holds whole groups, up to `max_row_tokens` (None: one row per group). Without it, each
+    completion is one right-padded row.
     """
     check_groups(groups, context_length)
     completions = [completion for group in groups for completion in group.completions]
@@ -119,14 +138,14 @@ def pack(
 
     positions = rows(runs.positions.repeat(runs.counts) + in_run, 0)
     if not shared_prefix:
-        # Positions continue over padding: transformers takes a jump for a second sequence.
+        # Positions continue over padding, because transformers treats a jump as the start of a second sequence.
         positions = torch.arange(shape[1]).expand(shape).contiguous()
     prefix, branch = rows(runs.prefixes.repeat(runs.counts), PADDING), rows(runs.branches.repeat(runs.counts), 0)
     counts = _lengths(completion.tokens for completion in completions)
     width, token = int(counts.max()), _ramp(counts)
     existing = _right_padded_index(counts, width)
     gather, mask = np.zeros(len(counts) * width, np.int64), np.zeros(len(counts) * width, np.bool_)
-    # the prompt's last token scores the completion's first token, then each token the next
+    # The prompt's last token scores the completion's first token; each token of a completion scores the next.
     gather[existing] = np.where(token == 0, runs.last_of_prompt.repeat(counts), runs.first.repeat(counts) + token - 1)
     mask[existing] = True
     return PackedBatch(
@@ -146,7 +165,7 @@ def pack(
 
 
 def right_pad(rows: Iterable[Sequence[float]], fill: float, *, dtype: torch.dtype = torch.long) -> Tensor:
-    """Ragged rows as one tensor, right-padded to the longest."""
+    """One tensor of ragged rows, right-padded to the longest."""
     listed = list(rows)
     counts = _lengths(listed)
     width = int(counts.max(initial=0))
@@ -175,10 +194,11 @@ def _right_padded_index(counts: Numbers, width: int) -> Numbers:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Prompts and completions in the order of their rows; cells are positions in the flattened rows.
+    """Runs of tokens (prompts and completions) in the order of their rows.
 
-    Per run: tokens, first cell, number of tokens, first position id, prefix and branch. Per completion: the cell of its
-    first token (if in the row) and of its prompt's last.
+    `starts` and the last two arrays are indices into the flattened rows. One entry per run: its tokens, start, number
+    of tokens, first position id, prefix and branch. One entry per completion: `first`, its first token, and
+    `last_of_prompt`. `first` is unused for completions of one token, which are not in the row.
     """
 
     tokens: list[Sequence[int]]
@@ -249,10 +269,10 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
 def microbatches(
     groups: Sequence[Group], max_tokens: int, *, shared_prefix: bool = True, one_row: bool = False
 ) -> list[list[Group]]:
-    """Split by a budget of computed tokens (rows × longest row), in order, without splitting groups that fit.
+    """Split groups into microbatches of at most `max_tokens` computed tokens (rows × longest row), in order.
 
-    With `one_row` a microbatch becomes one row. A group beyond the budget becomes sub-groups that repeat the prompt; a
-    single completion beyond it is a microbatch of its own. The order of completions is kept.
+    With `one_row`, a microbatch becomes one row. A group above the budget is split into sub-groups that repeat the
+    prompt. A single completion above the budget is a microbatch of its own. The order of completions is kept.
     """
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")
@@ -272,7 +292,7 @@ def microbatches(
 
 @dataclass(frozen=True)
 class _Size:
-    """The number of rows and the longest of them."""
+    """The number of rows and the length of the longest row."""
 
     rows: int = 0
     longest: int = 0
@@ -293,7 +313,7 @@ def _size(group: Group, shared_prefix: bool) -> _Size:
 
 
 def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
-    """The group itself if it fits, otherwise consecutive parts that do."""
+    """The group itself if it fits, otherwise consecutive parts that fit."""
     runs: list[range] = []
     size, prompt = _Size(), len(group.prompt_tokens)
     for index, completion in enumerate(group.completions):
@@ -309,7 +329,7 @@ def _split(group: Group, max_tokens: int, shared_prefix: bool) -> list[Group]:
 
 
 def _part(group: Group, run: range) -> Group:
-    """A run of the group's completions, each with its own reward."""
+    """A sub-group of consecutive completions, with their rewards."""
     return replace(
         group, completions=group.completions[run.start : run.stop], rewards=group.rewards[run.start : run.stop]
     )
@@ -331,7 +351,7 @@ def _longest_sequence(group: Group) -> int:
 
 
 def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
-    """First fit by decreasing length; items beyond the capacity, or without one all items, have their own bin."""
+    """First-fit decreasing. An item above the capacity gets its own bin; without a capacity, every item does."""
     if capacity is None:
         return [[index] for index in range(len(lengths))]
     bins: list[list[int]] = []
@@ -364,7 +384,7 @@ class _FreeSpace:
             self._maxima[node] = max(self._maxima[2 * node], self._maxima[2 * node + 1])
 
     def first(self, length: int) -> int | None:
-        """The first bin with `length` free, None where there is none."""
+        """The first bin with at least `length` free, or None."""
         if self._maxima[1] < length:
             return None
         node = 1

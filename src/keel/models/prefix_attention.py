@@ -1,8 +1,8 @@
-"""Shared-prefix attention: the prompt attends to itself once, causally; each completion to the prompt and itself.
+"""Shared-prefix attention: the prompt attends causally to itself, and each completion to the prompt and itself.
 
-With a dense mask, an attention kernel computes all L² pairs of a row and discards most. Structured attention of a
-prompt of P tokens and n completions of T costs P²/2 + nT(P + T) pairs: less than half for P = 2300, n = 8, T = 128.
-On a GPU in half precision it is two flash calls per layer, elsewhere a loop over groups.
+With a dense mask, an attention kernel computes all L² pairs of a row and discards most of them. Structured attention
+computes P²/2 + nT(P + T) pairs for a prompt of P tokens and n completions of T tokens. For P = 2300, n = 8 and T = 128
+this is less than half. On a GPU in half precision it takes two flash calls per layer, otherwise a loop over groups.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from keel.models.pack import PackedBatch, pack
 from keel.models.segments import Segments, to_device
 
 ATTENTION = "keel_prefix_scoring"  # for scoring; the engine registers another for decoding
-LONG_ROW = 1024  # tokens; for shorter rows a mask is cheaper than a call per group
+LONG_ROW = 1024  # tokens; for shorter rows a mask is faster than one call per group
 _OUTPUTS = {"output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "return_dict"}
 _BENIGN = {"position_ids", "use_cache", "is_causal"} | _OUTPUTS  # arguments that do not change the attention pattern
 
 
 @dataclass(frozen=True)
 class PrefixGroup:
-    """One group in a row: the columns of its prompt, from `start` to `stop`, and those of its completions, if any.
+    """One group in a row: the columns `start` to `stop` of its prompt, and the columns of its completions, if any.
 
-    `completions` `[n, T]` are columns, padded with `start`; `valid` are the flattened indices without padding; `mask`
+    `completions` `[n, T]` are columns, padded with `start`. `valid` are the flattened indices without padding. `mask`
     `[T, P + T]` lets a completion attend to the prompt and causally to itself.
     """
 
@@ -49,7 +49,7 @@ class PrefixGroup:
 
 
 class RowStructure:
-    """The attention structure of a batch's rows: segments for flash kernels, groups for the loop."""
+    """The attention structure of a batch's rows: segments for flash kernels, groups for the loop over groups."""
 
     def __init__(self, packed: PackedBatch) -> None:
         self.segments: Segments = packed.segments
@@ -88,7 +88,7 @@ def prefix_groups(packed: PackedBatch) -> list[PrefixGroup]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: RowStructure, scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """Attention of rows `[R, H, L, D]` over `[R, K, L, D]`, as `[R, L, H, D]`; differentiable."""
+    """Attention of queries `[R, H, L, D]` over keys `[R, K, L, D]`; returns `[R, L, H, D]`; differentiable."""
     if flash_unsupported_reason(query, query.shape[-1], dropout, planned=bool(_like_cuda)) is None:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         return flash_attend(q, k, v, structure.segments, scale).unflatten(0, (len(query), -1))
@@ -98,7 +98,7 @@ def attend(
 def attend_by_group(
     query: Tensor, key: Tensor, value: Tensor, groups: list[PrefixGroup], scale: float, dropout: float = 0.0
 ) -> Tensor:
-    """The same group by group; zero at padding."""
+    """`attend` by a loop over groups; zero at padding."""
     gqa = query.shape[1] != key.shape[1]
     if gqa and (query.is_cuda or _like_cuda):  # CUDA has no fused kernel for a mask with grouped heads
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
@@ -132,7 +132,7 @@ _like_cuda: list[bool] = []
 
 @contextmanager
 def simulate_cuda_memory() -> Iterator[None]:
-    """Inside, attention allocates as on CUDA (flash kernels, or repeated heads); for memory plans."""
+    """Within this context, attention allocates as on CUDA (flash kernels, or repeated heads), to plan memory."""
     _like_cuda.append(True)
     try:
         yield
@@ -141,7 +141,7 @@ def simulate_cuda_memory() -> Iterator[None]:
 
 
 def refuse_unsupported_attention(kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments of non-plain attention, so that the caller falls back to the model's own."""
+    """Raise for arguments that change the attention pattern, so that the caller uses the model's own attention."""
     unusual = sorted(name for name, value in kwargs.items() if value is not None and name not in _BENIGN)
     if unusual:
         raise NotImplementedError(f"attention with {', '.join(unusual)}")
@@ -168,7 +168,7 @@ AttentionInterface.register(ATTENTION, _attention)
 
 @contextmanager
 def prefix_attention(config: Any, structure: RowStructure) -> Iterator[None]:
-    """Inside, the model of this config uses structured attention; its own is restored afterwards."""
+    """Within this context, the model of this config uses structured attention; its own is restored afterwards."""
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
     _active.append((config, structure))
@@ -186,7 +186,7 @@ def active_structure(config: Any) -> RowStructure | None:
 
 @dataclass(frozen=True)
 class RecomputeContext:
-    """The `context_fn` of gradient checkpointing: the recomputation attends like the first forward, inside `within`."""
+    """The `context_fn` of gradient checkpointing: recompute with the first forward's attention, inside `within`."""
 
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -199,20 +199,20 @@ class RecomputeContext:
             yield
 
 
-_exact: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionary()  # by the dtype it computes in
+_exact: WeakKeyDictionary[nn.Module, dict[torch.dtype, bool]] = WeakKeyDictionary()  # keys: model, compute dtype
 
 
 def use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether to score this batch by prefix attention: it is faster for these rows and exact for this model.
+    """Whether prefix attention is faster for this batch's rows and exact for this model.
 
-    Each model is compared once with masked attention on small rows, because other kinds of attention would silently
-    give wrong numbers.
+    Each model is compared once with masked attention on small rows. Without that check, a model with another kind of
+    attention would silently give wrong numbers.
     """
     return may_use_prefix_attention(body, packed) and try_prefix_attention(body)
 
 
 def uses_flash(body: Any) -> bool:
-    """Whether flash kernels score this model's rows; then one row may hold any number of groups."""
+    """Whether flash kernels score this model's rows. If so, one row may hold any number of groups."""
     like = next(body.parameters())
     return (
         flash_unsupported_reason(like, head_size(body)) is None
@@ -222,7 +222,7 @@ def uses_flash(body: Any) -> bool:
 
 
 def head_size(body: Any) -> int | None:
-    """The model's attention head size, if its config states it."""
+    """The size of an attention head, or None if the config does not state it."""
     size, heads = getattr(body.config, "head_dim", None), getattr(body.config, "num_attention_heads", None)
     return size if size or not heads else body.config.hidden_size // heads
 
@@ -236,7 +236,7 @@ def try_prefix_attention(body: Any) -> bool:
 
 
 def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether structured attention is faster (long rows, or any rows with flash kernels) and not ruled out."""
+    """Whether structured attention is not ruled out and is faster: for long rows, with flash kernels for all rows."""
     flash = flash_unsupported_reason(next(body.parameters()), planned=bool(_like_cuda)) is None
     if not packed.shared_prefix or (packed.input_ids.shape[1] < LONG_ROW and not flash):
         return False
@@ -244,7 +244,7 @@ def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
 
 
 def structured_unsupported_reason(body: Any) -> str | None:
-    """Why a model cannot use structured attention; None if only a comparison can tell."""
+    """Why a model cannot use structured attention; None if a comparison must decide."""
     implementation = getattr(body.config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f"its attention is {implementation}"

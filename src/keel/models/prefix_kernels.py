@@ -1,7 +1,7 @@
 """Triton kernels for rotation and merging around the flash calls of shared-prefix attention. Import on a GPU only.
 
-A program handles one token: all heads of its queries and keys. Everything is computed in fp32 and rounded once. No
-kernel stores to a pointer that it loads from, because one warp may store before another has loaded.
+One program handles all heads of one token's queries and keys. Results are computed in fp32 and rounded once. No kernel
+stores to a pointer that it loads from, because one warp may store before another has loaded.
 """
 
 # mypy: ignore-errors
@@ -30,7 +30,7 @@ def _rotate_heads(
     ROTATE: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """out = x, or x + more, rotated if `ROTATE`; `BACK`: by the transposed rotation. x has row stride `stride`."""
+    """out = x, or x + more if `ADD`, rotated if `ROTATE`. `BACK` uses the transposed rotation."""
     half: tl.constexpr = SIZE // 2
     heads = tl.arange(0, HEAD_BLOCK)[:, None]
     columns = tl.arange(0, HALF_BLOCK)[None, :]
@@ -156,7 +156,7 @@ def _join_kernel(
 
 
 def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
-    """Heads, keys' heads and the size of one, with the powers of two that hold them."""
+    """Number of query heads, number of KV heads and head size, each with the next power of two."""
     (_, heads, size), kv_heads = q.shape, k.shape[1]
     blocks = {"HEAD_BLOCK": heads, "KV_BLOCK": kv_heads, "HALF_BLOCK": size // 2}
     sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size}
@@ -164,7 +164,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, int]:
 
 
 def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    """As `TorchKernels.rotate`; the heads of a token must be contiguous."""
+    """`TorchKernels.rotate` in Triton. The heads of a token must be contiguous."""
     inputs = (q, k, v)
     strides = tuple(x.stride(0) for x in inputs)
     rotated = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs)
@@ -173,7 +173,7 @@ def rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def join(part: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completion: Tensor) -> tuple[Tensor, Tensor]:
-    """As `TorchKernels.join`."""
+    """`TorchKernels.join` in Triton."""
     tokens, heads, size = part.shape
     blocks = {"HEAD_BLOCK": triton.next_power_of_2(heads), "SIZE_BLOCK": triton.next_power_of_2(size)}
     joined = torch.empty_like(part), torch.empty_like(lse)
@@ -185,7 +185,7 @@ def join(part: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, in_completio
 def add_gradients(
     parts: tuple[Tensor, ...], more: tuple[Tensor, ...] | None, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As `TorchKernels.add_gradients`."""
+    """`TorchKernels.add_gradients` in Triton."""
     d_q, d_k, d_v = parts
     if more is None and cos is None:
         return parts

@@ -1,9 +1,9 @@
 """Check at load time that a model computes shared-prefix rows correctly.
 
-transformers passes a 4-D mask to every layer unchanged, so sliding-window, hybrid and eager-attention models silently
-compute something else. The probe scores random tokens in three ways: with the model's own logits (one plain row, no
-mask), with one row per completion, and with a shared-prefix row. It does so past every attention window in the config
-and across every position at which the model scales queries or switches rotary tables.
+transformers passes a 4-D mask to every layer unchanged, so models with sliding windows, hybrid or eager attention
+silently give wrong results. The probe scores random tokens in three ways: with the model's own logits (one plain row,
+no mask), with one row per completion, and with a shared-prefix row. Its rows exceed every attention window in the
+config and cross every position at which the model scales queries or switches rotary tables.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from keel.models.head import (
     takes_positions,
 )
 from keel.models.logprobs import score_tokens
-from keel.models.noise import ROUNDING, Errors, finite_or_infinite, has_experts, in_dtype, judge, rounds
+from keel.models.noise import ROUNDING, Errors, eps_of, finite_or_infinite, has_experts, in_fp32, judge, rounds
 from keel.models.pack import pack
 from keel.models.rope import length_regimes, reset_rope
 from keel.models.tokenizer import context_length
 
 LONGEST_PROBE = 8192
 _EXTRA = 8
-_EXACT = 1e-4  # nats at unit spread of the logits: rounding in fp32
-_SLACK = 10.0  # for rows of the fallback: a model is refused only where they are clearly wrong
+_EXACT = 1e-4  # nats for logits with a std of 1: fp32 rounding
+_SLACK = 10.0  # for one row per completion: the model is refused only if these rows are clearly wrong
 _WINDOWS = ("window", "chunk_size", "chunk_length", "local_attention", "block_size", "index_topk", "rel_extent")
 _POSITIONS = ("original_max_position", "floor_scale")
 
 
 @dataclass(frozen=True)
 class PackingProbe:
-    """Whether shared-prefix rows may be used. `window` is the shortest local attention window that the job can exceed.
+    """Whether shared-prefix rows may be used, and if not, the `reason` in one line.
 
-    `max_error` is the largest |Δ log-probability| of packed rows against the model's own logits in fp32, `length` the
-    longest sequence probed. `reason` is one line.
+    `window` is the shortest local attention window that the job can exceed. `max_error` is the largest
+    |Δ log-probability| of packed rows against the model's own logits in fp32. `length` is the longest sequence probed.
     """
 
     ok: bool
@@ -58,7 +58,7 @@ class PackingProbe:
 
 
 def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
-    """Lengths of local attention in the config that a sequence of `longest` tokens (default: the context) exceeds."""
+    """The local attention windows in the config that are shorter than `longest` tokens (default: the context)."""
     numbers = config_numbers(model)
     limit = longest or context_length(causal_lm(model))
     named = {
@@ -72,7 +72,7 @@ def local_windows(model: nn.Module, longest: int | None = None) -> list[int]:
 
 
 def _compress_rates(model: nn.Module) -> set[int]:
-    """Tokens per entry of compressed attention; top-k counts entries."""
+    """Tokens per entry of compressed attention, whose top-k is a number of entries."""
     config: Any = causal_lm(model).config.get_text_config(decoder=True)
     rates = getattr(config, "compress_rates", None)
     return {int(rate) for _, rate in _nested(rates)} if isinstance(rates, Mapping) else set()
@@ -87,7 +87,7 @@ def position_switches(model: nn.Module, longest: int | None = None) -> list[int]
 
 
 def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Every positive number in a config, nested ones included."""
+    """Name and value of every positive number in a config, nested ones included."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from _nested(value)
@@ -96,7 +96,7 @@ def _nested(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def longest_probe(model: nn.Module) -> int:
-    """The longest sequence of a probe, some seconds of compute."""
+    """The length of the longest sequence that a probe scores within a few seconds."""
     return LONGEST_PROBE if next(model.parameters()).device.type == "cpu" else 8 * LONGEST_PROBE
 
 
@@ -105,9 +105,9 @@ def probe_packing(
 ) -> PackingProbe:
     """Compare packed with unpacked log-probabilities on rows longer than any window that the job can exceed.
 
-    `longest` is the job's longest prompt plus completion (None: the context). A window beyond `max_length` refuses
-    packing, because the probe cannot detect errors. Raises if one row per completion disagrees with the model's own
-    logits, or if the job exceeds a window that no row of the probe can.
+    `longest` is the job's longest prompt plus completion (None: the context). If a window is longer than `max_length`,
+    packing is refused, because the probe cannot detect errors. Raises if one row per completion disagrees with the
+    model's own logits, or if the job exceeds a window that is too long to probe.
     """
     windows = local_windows(model, longest)
     reachable = [window for window in windows if window + 3 * _EXTRA <= max_length]
@@ -135,7 +135,7 @@ def probe_packing(
             try:
                 fault = fault or trial.fault(shared_prefix=True)
                 max_error = max(max_error, trial.largest)
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # a KeelError too
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # includes KeelError
                 reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
                 return PackingProbe(False, float("inf"), reason, length, window)
     refusal = _refusal(model, fault, windows, reachable)
@@ -156,7 +156,7 @@ def _origins(model: nn.Module, longest: int | None, length: int) -> list[int]:
 
 
 def length_past(window: int) -> int:
-    """A prompt length well past the window, so that an ignored window has a large effect."""
+    """A prompt length far above the window, so that ignoring the window has a large effect."""
     return window + max(_EXTRA, window // 4)
 
 
@@ -175,7 +175,7 @@ def _refusal(model: nn.Module, fault: str | None, windows: list[int], reachable:
 def _check_long_windows(
     model: nn.Module, vocab_size: int | None, windows: list[int], longest: int | None, max_length: int
 ) -> None:
-    """Check padded rows past windows too long for shared rows; refuse a job that exceeds an uncheckable one."""
+    """Check one padded row longer than each long window. Refuse a job that exceeds a window too long to check."""
     longest_row = max(max_length, longest_probe(model)) if max_length == LONGEST_PROBE else max_length
     for window in windows:
         if window + 2 * _EXTRA <= longest_row:
@@ -192,9 +192,9 @@ def _check_long_windows(
 
 @dataclass
 class _Trial:
-    """Log-probabilities of random tokens after prompts of `prompt` tokens from position `origin` on, in several ways.
+    """Compare packed and plain log-probabilities of random tokens after `prompt` tokens from position `origin`.
 
-    `largest` is the largest |Δ| in nats of the rows of the last trial from the model's own, in fp32 where it rounds.
+    `largest` is the largest difference in the last trial, in nats. A half-precision model's plain rows run in fp32.
     """
 
     model: nn.Module
@@ -214,7 +214,10 @@ class _Trial:
         return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups() for c in g.completions)
 
     def fault(self, *, shared_prefix: bool) -> str | None:
-        """What is wrong with shared-prefix rows, or with one row per completion, the fallback: only a clear error."""
+        """The error of shared-prefix rows, or of one row per completion, as a sentence; None if it is acceptable.
+
+        For one row per completion only a clear error counts, because there is no other fallback.
+        """
         self.largest = 0.0
         draw, slack = partial(self._errors, shared_prefix=shared_prefix), 1.0 if shared_prefix else _SLACK
         return judge(draw, exact=_EXACT, slack=slack, routed=has_experts(self.model))
@@ -229,7 +232,7 @@ class _Trial:
             )
 
     def _errors(self, seed: int, *, shared_prefix: bool) -> Errors:
-        """Errors of packed rows and of the model's own plain rows, by completion."""
+        """The largest error in each completion, of packed rows and of the model's own plain rows."""
         groups = self.groups(seed)
         if seed not in self.own:
             self.own[seed] = self._own_rows(groups)
@@ -244,24 +247,19 @@ class _Trial:
             for logp in (scored, plain)
         )
         if truth is None and rounds(self.model):
-            own = own.clamp(min=ROUNDING * matmul_eps(self.model))
+            own = own.clamp(min=ROUNDING * eps_of(self.model))
         return Errors(fast, own)
 
     def _own_rows(self, groups: list[Group]) -> tuple[Tensor, Tensor | None, float]:
         plain, logit_std = _unpacked_logp(self.model, groups, self.origin)
-        if not rounds(self.model):
-            return plain, None, logit_std
-        try:
-            with in_dtype(self.model, torch.float32):
-                return plain, *_unpacked_logp(self.model, groups, self.origin)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # kernels for half precision alone: the error is estimated
-            return plain, None, logit_std
+        widened = None
+        if rounds(self.model):
+            widened = in_fp32(self.model, lambda: _unpacked_logp(self.model, groups, self.origin))
+        return (plain, None, logit_std) if widened is None else (plain, *widened)
 
 
 def _check_function_of_the_past(model: nn.Module, group: Group) -> None:
-    """Refuse a model whose logits differ between calls (random or stateful) or depend on later tokens (not causal)."""
+    """Refuse a model that is not deterministic, has state, or is not causal (its logits depend on later tokens)."""
     name = type(causal_lm(model)).__name__
     row = torch.tensor([group.prompt_tokens + group.completions[0].tokens], device=next(model.parameters()).device)
     half = row[:, : row.shape[1] // 2]
@@ -307,10 +305,10 @@ def _random_groups(model: nn.Module, vocab_size: int | None, prompt: int, seed: 
 
 
 def _unpacked_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tuple[Tensor, float]:
-    """Log-probabilities from the model's own logits, one plain row at a time: without mask, positions or packing.
+    """Log-probabilities from the model's own logits, one plain row at a time, without mask, positions or packing.
 
-    A model with length regimes runs once for each. `origin` is the position of the first token. Also returns the
-    standard deviation of the logits over the vocabulary, to which rounding errors are proportional.
+    A model with length regimes runs once for each regime. `origin` is the position of the first token. Also returns the
+    standard deviation of the logits over the vocabulary, because rounding errors are proportional to it.
     """
     parts, logit_stds = [], []
     device = next(model.parameters()).device
@@ -318,7 +316,7 @@ def _unpacked_logp(model: nn.Module, groups: list[Group], origin: int = 0) -> tu
     for group in groups:
         for completion in group.completions:
             row = torch.tensor([group.prompt_tokens + completion.tokens], device=device)
-            first, end = len(group.prompt_tokens), row.shape[1] - 1  # contexts of so many tokens
+            first, end = len(group.prompt_tokens), row.shape[1] - 1  # the shortest and the longest context
             if regimes is None:
                 logits = last_logits(model, row, end - first + 2, origin)[:-1]
             else:
@@ -346,7 +344,7 @@ def _as_keel_error(model: nn.Module) -> Iterator[None]:
 
 
 def last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tensor:
-    """The logits `[count, V]` at the last positions of a plain row, with the rotary tables reset before it."""
+    """The logits `[count, V]` at the last positions of a plain row. The rotary tables are reset before the forward."""
     positions = {"position_ids": origin + torch.arange(row.shape[1], device=row.device)[None]} if origin else {}
     reset_rope(causal_lm(model))
     with _last_positions_only(model, count):
@@ -356,9 +354,10 @@ def last_logits(model: nn.Module, row: Tensor, count: int, origin: int) -> Tenso
 
 @contextmanager
 def _last_positions_only(model: nn.Module, count: int) -> Iterator[None]:
-    """Inside, the output embedding computes only the last `count` positions, to save gigabytes of logits.
+    """Within this context, the output embedding computes only the last `count` positions, to save gigabytes of logits.
 
-    The head is applied per position, so the numbers are the same. Not every model has `logits_to_keep`.
+    The head is applied per position, so the results are the same. `logits_to_keep` is not used because not every model
+    has it.
     """
     module = head_of(model).module
     hook = module.register_forward_pre_hook(lambda _, inputs: (inputs[0][..., -count:, :], *inputs[1:]))
@@ -369,7 +368,7 @@ def _last_positions_only(model: nn.Module, count: int) -> Iterator[None]:
 
 
 def _scored(model: nn.Module, groups: list[Group], shared_prefix: bool, origin: int = 0) -> Tensor:
-    """The same log-probabilities by `pack` and `score_tokens`."""
+    """The log-probabilities by `pack` and `score_tokens`."""
     longest = sum(len(g.prompt_tokens) + sum(len(c.tokens) for c in g.completions) for g in groups)
     packed = pack(groups, 0, shared_prefix=shared_prefix, max_row_tokens=longest if shared_prefix else None)
     packed = replace(packed, position_ids=packed.position_ids + origin).to(next(model.parameters()).device)

@@ -1,9 +1,9 @@
 """Rotary tables that depend on the context length: LongRoPE, dynamic NTK.
 
-The longest position of a forward selects them, so a row's result depends on longer rows in the batch, and keys cached
-before a switch are stale after it. Keel defines a token's log-probability by the model *at the length of the token's
-context*: the distribution of step-by-step decoding, which a forward of the finished sequence does not give for tokens
-before the switch. Scoring and decoding both use it.
+The longest position of a forward selects the tables. So a row's result depends on longer rows in the batch, and keys
+cached before a switch of tables are stale after it. Keel uses the tables for the length of a token's context to compute
+its log-probability. This is the distribution of step-by-step decoding. A forward of the finished sequence gives other
+numbers for tokens before the switch. Scoring and decoding use the same definition.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from keel.models.segments import PADDING, Segments, to_device
 
 @dataclass(frozen=True)
 class LengthRegimes:
-    """Ranges of context lengths with equal tables: up to the first switch, between two, beyond the last.
+    """Ranges of context lengths with equal tables, separated by switches.
 
-    Beyond `dynamic_after` (dynamic NTK) every length is a regime of its own.
+    Above `dynamic_after` (dynamic NTK) every length is a regime of its own.
     """
 
     switches: tuple[int, ...]
@@ -37,7 +37,7 @@ class LengthRegimes:
         return passed if self.dynamic_after is None else passed + max(0, length - self.dynamic_after)
 
     def spans(self, longest: int) -> Iterator[tuple[int, int]]:
-        """The regimes that contexts of up to `longest` tokens reach, as (above, up to)."""
+        """The regimes of contexts of up to `longest` tokens, as pairs (exclusive minimum, inclusive maximum)."""
         ends = {switch for switch in self.switches if switch < longest} | {longest}
         if self.dynamic_after is not None:
             ends |= set(range(self.dynamic_after, longest))
@@ -73,7 +73,7 @@ def _regimes(model: nn.Module) -> LengthRegimes | None:
 
 
 def reset_rope(model: nn.Module) -> None:
-    """Restore dynamic NTK's original tables; the module keeps those of its longest sequence."""
+    """Restore the original tables of dynamic NTK, because the module keeps those of its longest sequence."""
     for module in _rope_modules(model):
         if "dynamic" in str(module.rope_type) and isinstance(module.rope_type, str):
             module.max_seq_len_cached = module.original_max_seq_len
@@ -88,7 +88,7 @@ def _rope_modules(model: nn.Module) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class RegimePart:
-    """A batch's rows cut to one regime: the hidden states at `positions` `[n]` score the tokens `scored` `[n]`."""
+    """A batch's rows cut to one regime. The hidden states at `positions` `[n]` score the tokens `scored` `[n]`."""
 
     rows: PackedBatch
     positions: Tensor
@@ -96,7 +96,7 @@ class RegimePart:
 
 
 def split_by_regime(packed: PackedBatch, regimes: LengthRegimes) -> list[RegimePart]:
-    """A part for each regime: contexts of its lengths, cut off where the next regime begins."""
+    """One part per regime: the rows with contexts of that regime, cut at the start of the next regime."""
     device, packed = packed.input_ids.device, packed.host or packed
     width = packed.input_ids.shape[1]
     positions, _ = packed.scored()

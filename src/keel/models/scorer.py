@@ -4,7 +4,7 @@
 
     scorer(model, rows: ScoreRows, *, temperature: float) -> Tensor [B, T] | Scores
 
-which replaces Keel's pass for the policy (with gradient) and the reference (without).
+which replaces Keel's forward pass for the policy (with gradient) and for the reference (without gradient).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from keel.models.pack import PackedBatch
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """One row per completion: prompt, then completion, right-padded to L; completions have up to T tokens.
+    """One row per completion: the prompt, then the completion of up to T tokens, right-padded to L.
 
-    `attention_mask` is 1 on all real tokens: prompt, sampled tokens, tool output. `action_mask` is true on tokens that
-    the policy sampled; it is for the loss only.
+    `attention_mask` is 1 on all tokens except padding: prompt, sampled tokens, tool output. `action_mask` is true on
+    tokens that the policy sampled. Use it for the loss only.
     """
 
     tokens: Tensor  # [B, L]
@@ -40,7 +40,7 @@ class ScoreRows:
     action_mask: Tensor  # [B, T] bool: tokens that the policy sampled
 
     def completion(self, next_token: Tensor) -> Tensor:
-        """The completions' values `[B, T]` from `[B, L − 1]`, where entry i belongs to token i + 1; 0 elsewhere."""
+        """The values `[B, T]` of completion tokens, from `[B, L − 1]` with entry i for token i + 1; 0 elsewhere."""
         rows, width = self.tokens.shape
         if next_token.shape != (rows, width - 1):
             raise KeelError(f"expected values of shape {(rows, width - 1)}, got {tuple(next_token.shape)}")
@@ -53,7 +53,7 @@ Scorer = Callable[..., Tensor | Scores]
 
 
 def score_rows(packed: PackedBatch) -> ScoreRows:
-    """The rows of a batch packed without shared prompts, with the last token, which packing omits."""
+    """The rows of a batch that was packed without shared prompts. The last token, which packing omits, is added."""
     if packed.shared_prefix:
         raise KeelError("a user's scorer needs one row per completion: pack with shared_prefix=False")
     rows, length = packed.input_ids.shape

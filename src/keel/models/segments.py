@@ -22,9 +22,9 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
 class Segments:
     """Segments of the flattened rows `[R·L]`, as cumulative lengths (int32).
 
-    Each prompt, each completion and each row's padding is a segment of `cu_seqlens`. For the attention of completions
-    to prompts, segment i of `cu_seqlens_q` attends to segment i of `cu_seqlens_k`: a group's completions to its prompt,
-    all other tokens to an empty segment. `in_completion` `[R·L]` is true on completion tokens.
+    Each prompt, each completion and each row's padding is a segment of `cu_seqlens`. In the attention of completions
+    to prompts, segment i of `cu_seqlens_q` attends to segment i of `cu_seqlens_k`. A group's completions attend to its
+    prompt, and all other tokens to an empty segment. `in_completion` `[R·L]` is true on completion tokens.
     """
 
     cu_seqlens: Tensor
@@ -42,7 +42,7 @@ class Segments:
         rows, length = prefix.shape
         row = torch.arange(rows).repeat_interleave(length)
         prefix, branch = prefix.flatten(), branch.flatten()
-        group = _numbered(_changes(row) | _changes(prefix))  # each prompt with its completions, each row's padding
+        group = _numbered(_changes(row) | _changes(prefix))  # one number per group and per row's padding
         run = _numbered(_changes(group) | _changes(branch))
         in_completion = branch > 0
         totals = torch.bincount(group)
@@ -70,7 +70,7 @@ class Segments:
 
 
 def _changes(values: Tensor) -> Tensor:
-    """Where a value differs from the previous one; false for the first."""
+    """True at each value that differs from the previous one; false for the first."""
     return torch.cat((torch.zeros(1, dtype=torch.bool), values[1:] != values[:-1]))
 
 
@@ -79,6 +79,6 @@ def _numbered(changes: Tensor) -> Tensor:
 
 
 def _bounds(lengths: Tensor) -> tuple[Tensor, int]:
-    """Cumulative lengths from 0, and the longest."""
+    """Cumulative lengths, starting from 0, and the longest length."""
     cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
     return cu_seqlens, int(lengths.max()) if len(lengths) else 0

@@ -1,7 +1,7 @@
-"""Sharding of weights with FSDP2: each process holds a shard of every tensor; a block is gathered while it computes.
+"""Sharding of weights with FSDP2: each process holds a shard of every tensor, and a block is gathered when it runs.
 
-Run passes with `call_with_full_weights`, a plain call for unsharded models. For sharded models all processes call it
-together, and likewise `full_tensor` and `copy_into`.
+Run passes with `call_with_full_weights`; for unsharded models it is a plain call. For sharded models
+`call_with_full_weights`, `full_tensor` and `copy_into` are collective: all processes must call them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROOT = "_keel_sharded_root"  # the model's attribute for its root, outside its 
 
 
 class Sharded(nn.Module):
-    """The FSDP root module: inside its forward, embedding, final norm and head are gathered."""
+    """The FSDP root module. During its forward, embedding, final norm and head are gathered."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sharded(nn.Module):
 
 
 def _flat(value: Any) -> Any:
-    """Dataclasses as dicts: FSDP finds tensors only in tuples and dicts, and its hooks do not work on views."""
+    """Convert dataclasses to dicts and copy views: FSDP finds tensors only in tuples and dicts, and rejects views."""
     if isinstance(value, tuple):
         return tuple(map(_flat, value))
     if is_dataclass(value):
@@ -57,7 +57,7 @@ def _unflat(value: Any) -> Any:
 
 
 def call_with_full_weights(model: nn.Module, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """`function(model, …)`, with gathered weights if the model is sharded."""
+    """Call `function(model, …)`, with gathered weights if the model is sharded."""
     root = vars(model).get(_ROOT)
     if root is None:
         return function(model, *args, **kwargs)
@@ -71,7 +71,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None = None, offload: bool = False) -> None:
-    """Shard the weights over the mesh, block by block; gradients are summed over it, in fp32 under `amp_dtype`.
+    """Shard the weights over the mesh, block by block. Gradients are summed over the mesh, in fp32 under `amp_dtype`.
 
     Adapters are replicated, because they are small. `offload` keeps the shards in CPU memory.
     """
@@ -81,7 +81,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
             f"{type(body).__name__} needs a number of passes that depends on a batch's lengths (rotary scaling), which "
             "sharded processes cannot synchronise: use parallel.sharding=none"
         )
-    head_of(model)  # measured by a forward, like structured attention: before sharding
+    head_of(model)  # measure head and structured attention by a forward before sharding
     with torch.autocast(next(body.parameters()).device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
         try_prefix_attention(body)
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
@@ -93,10 +93,10 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
         raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
     root = Sharded(model)
     sharded: list[Any] = [fully_shard(block, **options, **precision) for block in blocks]
-    # The rest is gathered in its own dtype; autocast casts it as in one process.
+    # The remaining modules are gathered in their own dtype; autocast casts them as in a single process.
     sharded.append(fully_shard(root, **options, reshard_after_forward=True))
     for part in sharded:
-        part.set_gradient_divide_factor(1.0)  # losses are divided by global denominators already
+        part.set_gradient_divide_factor(1.0)  # losses are already divided by global denominators
         part.set_force_sum_reduction_for_comms(True)
     vars(model)[_ROOT] = root
 
@@ -116,7 +116,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather_to_cpu(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered to rank 0's CPU memory (empty on other ranks); a copy of any other tensor."""
+    """Gather a sharded tensor to the CPU memory of rank 0 (empty on other ranks). Other tensors are copied."""
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     gathered = tensor.full_tensor()

@@ -10,7 +10,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64: torch's own is arithmetic."""
+    """Logical right shift of int64, because torch's right shift is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -1,6 +1,6 @@
-"""`tiny`: a Llama-shaped model of about a million parameters with a character-level tokenizer, created at load.
+"""`tiny`: a Llama model of about a million random weights with a character-level tokenizer, created at load.
 
-`word_model` has a word-level tokenizer over a closed vocabulary, so that contexts of synthetic tasks stay short.
+`word_model` has a word-level tokenizer over a closed vocabulary, which keeps the contexts of synthetic tasks short.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character: printable ASCII, newline, tab and a few signs of maths; anything else is `<unk>`.
+    """A tokenizer with one token per character: printable ASCII, newline, tab and some maths symbols.
+
+    Other characters are `<unk>`.
 
     `decode(encode(x)) == x` for every x over `CHARACTERS`. The tokenizer adds no BOS, because the chat template
     writes it.
@@ -39,7 +41,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def character_tokenizer(tokens: Iterable[str], pattern: str = r"[\s\S]") -> PreTrainedTokenizerFast:
-    """A tokenizer with these tokens, into which `pattern` splits a text; anything else is `<unk>`."""
+    """A tokenizer with these tokens. `pattern` matches one token of a text; unknown tokens are `<unk>`."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     return closed_tokenizer(tokens, pre_tokenizers.Split(Regex(pattern), "isolated"), decoders.Fuse())
@@ -50,7 +52,7 @@ def closed_tokenizer(tokens: Iterable[str], pre_tokenizer: Any, decoder: Any) ->
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *tokens))  # ids without gaps, or the last has no embedding
+    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *tokens))  # a gap in the ids would leave no row for the last
     vocab = {token: index for index, token in enumerate(distinct)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     core.pre_tokenizer, core.decoder = pre_tokenizer, decoder
@@ -67,7 +69,7 @@ def closed_tokenizer(tokens: Iterable[str], pre_tokenizer: Any, decoder: Any) ->
 
 
 def tiny_config(tokenizer: Any) -> Any:
-    """A Llama of 4 layers, width 128, 4 heads on 2 KV heads: 1.0 million parameters."""
+    """A Llama config with 4 layers, width 128, 4 heads and 2 KV heads: 1.0 million parameters."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -94,7 +96,7 @@ def tiny_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mod
 
 
 def half_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Module, Any]:
-    """`tiny` with 2 of its 4 layers and its tokenizer: half a million parameters, as a student model."""
+    """A student model: `tiny` with 2 instead of 4 layers (half a million parameters), and its tokenizer."""
     from transformers import LlamaForCausalLM
 
     tokenizer = tiny_tokenizer()
@@ -104,7 +106,7 @@ def half_model(seed: int = 0, attn_implementation: str = "sdpa") -> tuple[nn.Mod
 
 
 def random_model(architecture: Any, config: Any, seed: int, attn_implementation: str = "sdpa") -> nn.Module:
-    """A model with random weights: equal seeds give equal weights; the caller's RNG state is unchanged."""
+    """A model with random weights. Equal seeds give equal weights. The caller's RNG state is unchanged."""
     config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
@@ -134,7 +136,7 @@ def word_tokenizer(words: Sequence[str]) -> Any:
 
 
 def word_model(words: Sequence[str], seed: int = 0, *, layers: int = 4, width: int = 128) -> tuple[nn.Module, Any]:
-    """A random model of `tiny`'s shape, or smaller, with a word tokenizer; for loaders `module:attr`."""
+    """A random Llama with a word tokenizer, by default of `tiny`'s shape; for loaders `module:attr`."""
     from transformers import LlamaForCausalLM
 
     tokenizer = word_tokenizer(words)

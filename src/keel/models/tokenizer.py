@@ -21,7 +21,7 @@ def check_eos(tokenizer: Any, name: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, ...]:
-    """Check EOS and the embedding's size; pad defaults to EOS."""
+    """Check EOS and the size of the embedding; set a missing pad token to EOS."""
     notes: tuple[str, ...] = ()
     check_eos(tokenizer, name)
     if tokenizer.pad_token_id is None:

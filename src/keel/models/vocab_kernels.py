@@ -1,4 +1,4 @@
-"""Triton kernels for the statistics of a chunk of logits and their gradient, one pass each. Import on a GPU only.
+"""Triton kernels for statistics of a chunk of logits and for their gradient, each in one pass. Import on a GPU only.
 
 With z the tempered logits, m their maximum and s = Σ exp(z − m): log p = z − m − log s, and
 H = log s − Σ exp(z − m)(z − m)/s. The reference's logits are optional. All sums are in fp32.
@@ -17,7 +17,7 @@ from keel.models.head import Head
 _BLOCK = 4096
 _FLOOR = tl.constexpr(torch.finfo(torch.float32).min / 4)  # replaces −inf, because 0 · (−inf) is NaN
 
-# Slices of longer tensors: do not recompile for their alignment.
+# These arguments are slices of longer tensors. Do not recompile the kernel for their alignment.
 _BY_TOKEN = ["tokens", "log_z", "ref_log_z", "logp", "ref_logp", "entropy", "kl", "ref_policy_kl"]
 _BY_TOKEN += ["grad_logp", "grad_entropy", "grad_kl", "grad_ref_policy"]
 
@@ -48,7 +48,7 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lanes = tl.arange(0, BLOCK)
-    # each lane has its own running maximum: one reduction at the end
+    # Each lane keeps its own running maximum; they are reduced once at the end.
     m = tl.full((BLOCK,), _FLOOR, tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)  # Σ exp(z − m)(z − m)
@@ -154,8 +154,10 @@ def _gradient_kernel(
 def stats(
     logits: Tensor, ref_logits: Tensor | None, tokens: Tensor, temperature: float, out: tuple[Tensor, ...]
 ) -> None:
-    """Write log Σ exp z, log p(token), entropy and, with a reference, its log Σ exp z and log p(token), KL(p‖ref) and
-    KL(ref‖p) of `logits` `[n, V]` into `out`, `[n]` each.
+    """Write the statistics of `logits` `[n, V]` into `out`, each `[n]`.
+
+    They are log Σ exp z, log p(token) and the entropy. With a reference, the reference's log Σ exp z and log p(token),
+    KL(p‖ref) and KL(ref‖p) follow.
     """
     rows, vocabulary = logits.shape
     if not rows:
@@ -185,10 +187,10 @@ def gradient(
     grads: tuple[Tensor | None, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of a loss by the raw logits, in `dtype`; it overwrites logits of the same dtype.
+    """The gradient of a loss with respect to the raw logits, in `dtype`. It overwrites logits of the same dtype.
 
-    `values` are entropy, KL(p‖ref), log Σ exp z and the reference's; `grads` the loss's gradients by log p, entropy,
-    KL(p‖ref) and KL(ref‖p), or None; all `[n]`.
+    `values` are entropy, KL(p‖ref), log Σ exp z and the reference's log Σ exp z. `grads` are the gradients of the loss
+    with respect to log p, entropy, KL(p‖ref) and KL(ref‖p), or None. All are `[n]`.
     """
     rows, vocabulary = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Players, opponents and short views for some environments of other packages, so that small models can learn them.
+"""Players, opponents and short views for some environments of other packages, for small models.
 
-A player is given the package's environment and the last observation, and returns the next turn. Those here use nothing
-that a model could not infer from its observations.
+A player gets the package's environment and the last observation, and returns the next turn. These players only use
+what a model can infer from its observations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def bisect(env: Any, observation: str) -> str:
-    """Guess the middle of what the hints leave (gem's GuessTheNumber)."""
+    """Guess the middle of the remaining range (gem's GuessTheNumber)."""
     low, high = env.min_number, env.max_number
     for guess in env.previous_guesses:
         if guess < env.game_number:
@@ -25,7 +25,7 @@ def bisect(env: Any, observation: str) -> str:
 
 
 def hint(text: str) -> str:
-    """The range or the last hint of gem's GuessTheNumber in a word."""
+    """The range or the last hint of gem's GuessTheNumber, as one word."""
     found = re.search(r"between (\d+) and (\d+)|(higher|lower) than", text)
     if found is None:
         return text
@@ -33,17 +33,17 @@ def hint(text: str) -> str:
 
 
 def final_answer(env: Any, observation: str) -> str:
-    """The answer in the form that skyrl-gym's gsm8k environments read."""
+    """The answer in the format of skyrl-gym's gsm8k environments."""
     return f"#### {env.ground_truth}"
 
 
 def again(text: str) -> str:
-    """What skyrl-gym's gsm8k environment says between turns in a word."""
+    """The message of skyrl-gym's gsm8k environment between turns, as one word."""
     return "again" if text.startswith(("Please provide", "Now provide")) else text
 
 
 def nim(env: Any, observation: str) -> str:
-    """A winning move of Nim where there is one, else one object of the largest pile (textarena's Nim)."""
+    """A winning move if there is one, else one object of the largest pile (textarena's Nim)."""
     piles = env.state.game_state["piles"]
     total = reduce(xor, piles)
     for index, pile in enumerate(piles):
@@ -53,14 +53,14 @@ def nim(env: Any, observation: str) -> str:
 
 
 def random_nim(env: Any, observation: str) -> str:
-    """Any move of Nim (textarena's Nim)."""
+    """A random legal move (textarena's Nim)."""
     piles = env.state.game_state["piles"]
     index = random.choice([index for index, pile in enumerate(piles) if pile])
     return f"[{index} {random.randint(1, piles[index])}]"
 
 
 def piles(text: str) -> str:
-    """The piles as the last board of textarena's Nim shows them."""
+    """The piles on the last board in textarena's Nim."""
     boards = re.findall(r"pile (\d+): (\d+)", text)
-    last = dict(boards)  # of several boards the last
+    last = dict(boards)  # the last board, if there are several
     return " ".join(last.values()) if last else text

@@ -18,16 +18,15 @@ from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_
 from keel.models.head import evaluating
 from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
-from keel.reference.full import FullCopy
-from keel.reference.weights import OffloadedTensors, ReferenceWeights, Sharder, unwrap
+from keel.reference.weights import FullCopy, OffloadedTensors, ReferenceWeights, Sharder, unwrap
 
 
 class AdapterWeights:
     """The policy's base with no adapter (adapters off) or a second, frozen adapter.
 
     If the policy's adapter is zero (fresh LoRA), the adapters are switched off and nothing is stored; otherwise
-    (continued or warm-started) a copy of it is stored as a second adapter. Both equal the policy at that moment, so the
-    measured KL starts at 0. With `base` the adapters are always switched off: the base model is the reference.
+    (continued or warm-started) a copy of it is stored as a second adapter. Either equals the policy at that moment, so
+    the measured KL starts at 0. With `base` the adapters are always switched off: the base model is the reference.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False, base: bool = False) -> None:
@@ -60,7 +59,7 @@ class AdapterWeights:
         self.load(state)
 
     def blend(self, policy: nn.Module, alpha: float) -> None:
-        raise NotImplementedError("the average of two adapters does not have their rank: use DeltaAverage")
+        raise NotImplementedError("the average of two adapters has a higher rank: use DeltaAverage")
 
     def tensors(self) -> dict[str, Tensor]:
         from peft import get_peft_model_state_dict
@@ -94,7 +93,7 @@ class AdapterWeights:
         return partial(self.load, self.tensors())
 
     def shard(self, sharder: Sharder) -> None:
-        """Nothing to do: the base is the policy's, and adapters stay whole."""
+        """Nothing to do: the base is the policy's, and adapters are not sharded."""
 
     def _add(self) -> None:
         """Add a second, frozen adapter; the policy's stays active and trainable."""
@@ -136,11 +135,11 @@ class AdapterWeights:
 
 
 class DeltaAverage:
-    """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix a target layer.
+    """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix per target layer.
 
     Averaging A and B alone gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
-    with every move, so it is stored dense in fp32 and added to the base layer's output, which takes the memory of the
-    target layers. Until the first move the initial policy is stored exactly, as by `AdapterWeights`.
+    with every move. It is therefore stored dense in fp32 and added to the base layer's output, which takes the memory
+    of the target layers. Until the first move the initial policy is stored exactly, as by `AdapterWeights`.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
@@ -189,7 +188,7 @@ class DeltaAverage:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         deltas = {key.removeprefix("delta/"): value for key, value in tensors.items() if key.startswith("delta/")}
         if deltas and set(deltas) != set(self._layers):
-            raise KeelError("the saved reference is of another model: it averages other layers")
+            raise KeelError("the saved reference belongs to another model: it averages other layers")
         self._start.load({k.removeprefix("start/"): v for k, v in tensors.items() if k.startswith("start/")})
         device = next(self._model.parameters()).device
         self._deltas = {name: self._stored(delta.to(device, copy=True)) for name, delta in deltas.items()}
@@ -205,7 +204,7 @@ class DeltaAverage:
         return partial(self.load, self.tensors())
 
     def shard(self, sharder: Sharder) -> None:
-        """Nothing to do: the base is the policy's, and the average stays whole."""
+        """Nothing to do: the base is the policy's, and the average is not sharded."""
 
     def _stored(self, delta: Tensor) -> Tensor:
         return delta if self._storage_device is None else delta.to(self._storage_device)
@@ -235,7 +234,7 @@ def _linear_layers(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if not hasattr(module, "adapter_layer_names"):
             continue
-        # The update of DoRA and other variants is not an added matrix.
+        # DoRA and other variants do not add a matrix to the weights.
         plain = isinstance(module, Linear) and adapter in module.lora_A and adapter not in module.lora_variant
         if not plain or module.lora_bias.get(adapter):
             raise KeelError(

@@ -48,11 +48,11 @@ When = Callable[[int, float | None], bool]
 
 
 class RuleReference:
-    """Weights with a rule: `when(step, measured_kl)` says whether to move, `move(weights, policy)` moves them.
+    """Weights with a rule: `when(step, measured_kl)` decides whether to move, `move(weights, policy)` moves them.
 
-    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` says whether it scores
+    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` is whether it scores
     several completions in one row, `context_length` is its largest number of tokens. `by_task` are several teachers,
-    each for the problems of a task; `server` scores instead of a model. `device` is where a teacher is that is not on
+    each for the problems of a task; `server` scores instead of a model. `device` is that of a teacher which is not on
     the policy's device.
     """
 
@@ -100,7 +100,9 @@ class RuleReference:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["kind"] != self.kind:
-            raise KeelError(f"the saved reference is {state['kind']!r} but reference.kind is {self.kind!r}: keep one")
+            raise KeelError(
+                f"the saved reference is {state['kind']!r}, but reference.kind is {self.kind!r}: use the saved kind"
+            )
         restore = self._weights.backup()
         try:
             self._weights.load(state["weights"])
@@ -114,8 +116,8 @@ class RuleReference:
         restored = self.fingerprint()
         if restored != expected:
             raise KeelError(
-                f"the restored reference has fingerprint {restored[:12]} but the checkpoint says {expected[:12]}: "
-                "its base model or its file has changed; resume with the model the run began with"
+                f"the restored reference has fingerprint {restored[:12]} but the checkpoint has {expected[:12]}: "
+                "its base model or its file has changed; resume with the run's initial model"
             )
 
     def fingerprint(self) -> str:
@@ -138,7 +140,7 @@ def is_server(model: str | Mapping[str, str]) -> bool:
 
 
 def knows_top_only(reference: Reference | None) -> bool:
-    """Whether a teacher is behind a server, which tells the log-probabilities of its top tokens."""
+    """Whether a teacher is behind a server, which returns the log-probabilities of its top tokens."""
     if not isinstance(reference, RuleReference):
         return False
     return any(each.server is not None for each in (reference, *reference.by_task.values()))

@@ -57,7 +57,7 @@ def teacher(
     trust_remote_code: Flag = False,
     chat_template: Template = "same",
 ) -> RuleReference:
-    """The model named by `model`, frozen. Its options stand in `section`.
+    """The model named by `model`, frozen. Its options are in `section`.
 
     It has the policy's dtype and device unless `dtype` and `device` name others; `quantization` needs bitsandbytes. Its
     chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts as the policy's
@@ -68,10 +68,10 @@ def teacher(
 
     if (dtype, device, quantization) == ("auto", "auto", None) and (base := base_of(loaded, model)) is not None:
         if offload:
-            raise KeelError(f"{section}.offload has no use with the policy's own base as teacher: leave it out")
+            raise KeelError(f"{section}.offload has no effect with the policy's own base as teacher: leave it out")
         return RuleReference("frozen", base, when=_never, move=_assign, teacher=model)
     if offload and quantization is not None:
-        raise KeelError(f"{section}.offload moves no quantized weights: leave it or {section}.quantization out")
+        raise KeelError(f"{section}.offload cannot move quantized weights: leave it or {section}.quantization out")
     other = load_teacher(
         loaded,
         model,
@@ -82,8 +82,8 @@ def teacher(
         trust_remote_code=trust_remote_code,
         section=section,
     )
-    place, own = (next(each.model.parameters()).device for each in (other, loaded))
-    elsewhere = None if place == own else place
+    own, policy_device = (next(each.model.parameters()).device for each in (other, loaded))
+    elsewhere = None if own == policy_device else own
     return RuleReference(
         "frozen",
         TeacherWeights(other, elsewhere=elsewhere, offload=offload),
@@ -110,8 +110,8 @@ def server_teacher(
     """A teacher behind an OpenAI-compatible server whose completions have vLLM's `prompt_logprobs`.
 
     `model` is its URL, such as http://host:8000/v1; `served_model_name` one of its models, by default the first.
-    `headers` may contain environment variables, such as {Authorization: Bearer $KEY}. A server does not tell its chat
-    template, so `chat_template` must be `student` if the policy has one.
+    `headers` may contain environment variables, such as {Authorization: Bearer $KEY}. A server's chat template cannot
+    be read, so `chat_template` must be `student` if the policy has one.
     """
     from keel.reference.server import ServerTeacher
     from keel.reference.teacher import template_of
@@ -162,11 +162,10 @@ def teachers(
 
 
 def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
-    """The policy's base with the adapters off; an adapter that has a past is kept as it is now, as a second one.
+    """The policy's base with the adapters off; of an adapter that is not zero, a copy is stored as a second one.
 
-    A reference is where the policy starts, so that the KL begins at 0: that is the bare base model for a fresh adapter
-    only, and a run says so where it is not. Fresh LoRA costs no memory this way, so there is nothing that `offload`
-    would have to move.
+    The reference equals the initial policy, so that the KL starts at 0. It is the base model only for a fresh adapter;
+    otherwise the run logs a note. A fresh adapter's reference takes no memory, so `offload` has no effect.
     """
     from keel.reference.adapter import has_adapter
 
@@ -203,7 +202,9 @@ def kl_triggered(
 
 
 def _weights(loaded: LoadedModel, offload: bool) -> ReferenceWeights:
-    from keel.reference.adapter import copied  # here alone, as in the kinds above: checks of an option need no torch
+    from keel.reference.adapter import (
+        copied,  # imported here, as in the kinds above, because checks of options must not import torch
+    )
 
     return copied(loaded.model, offload)
 
@@ -221,7 +222,7 @@ def _every(every: int) -> When:
 
 
 def _above(threshold: float) -> When:
-    # A step without a measurement, or with a broken one, is no evidence that the policy has moved.
+    # A step whose KL is missing or not finite does not trigger an update.
     return lambda step, kl: kl is not None and math.isfinite(kl) and kl > threshold
 
 
@@ -261,7 +262,7 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
 
 
 def build_teacher(section: str, loaded: LoadedModel, model: str | Mapping[str, str], **params: Any) -> Reference:
-    """The teacher that a section names, or one a task, with the parameters that stand there."""
+    """The teacher that a section names, or one for each task, with the parameters of that section."""
     factory, given = _teacher_kind(section, model), check_teacher(section, model, **params)
     load = partial(factory, loaded, section, **given)
     return load(model) if isinstance(model, str) else teachers(loaded, section, model, load)
@@ -314,7 +315,7 @@ def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_reference(kind: str) -> Callable[..., Reference]:
-    """What makes the reference of that name, or a user's own `module:attr`."""
+    """The factory of the reference of that name, or of a user's own `module:attr`."""
     if kind in KINDS:
         return KINDS[kind]
     if is_import_path(kind):

@@ -14,6 +14,6 @@ class ReferenceOptions(PluginOptions):
 
     kind: str = Field(
         default="auto",
-        description="auto, frozen, adapter_off (a fresh adapter's base; of a continued or warm-started one where it "
-        "starts), ema, snapshot, kl_triggered, or a user's module:attr.",
+        description="auto, frozen, adapter_off (the base of a fresh adapter, a copy of a continued or warm-started "
+        "adapter), ema, snapshot, kl_triggered, or a user's module:attr.",
     )

@@ -24,10 +24,10 @@ TRIES = 6
 BACKOFF_S = 1.0
 LARGEST_ANSWER = 1 << 30  # bytes: 32,000 tokens with 200 log-probabilities each
 CHECKED_AT_ONCE = 1024  # tokens of the vocabulary in a request
-PROBED = 64  # tokens whose log-probabilities tell one model from another
+PROBED = 64  # tokens whose log-probabilities identify the model
 OTHER_MODEL = 0.2  # nats per token: far above rounding, far below the difference of two models
-LARGEST_EXCESS = 1e-3  # over 1 of a sum of probabilities
-Entry = Mapping[str, Mapping[str, Any]]  # of one token: log-probabilities and texts by token id
+LARGEST_EXCESS = 1e-3  # by which a sum of probabilities may exceed 1
+Entry = Mapping[str, Mapping[str, Any]]  # log-probabilities and texts by token id, at one position
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompt and completion
@@ -35,7 +35,7 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompt and completi
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """Logits `[n, V]` from the log-probabilities of some tokens; what is left is spread evenly over all others.
+    """Logits `[n, V]` from the log-probabilities of some tokens; the remaining mass is uniform over all others.
 
     A state `[2m]` is m token ids (V: none), then their log-probabilities: those of the top tokens, and last that of the
     scored token where it is not among them. No other token is more likely than the least likely of the top ones.
@@ -103,7 +103,7 @@ class ServerTeacher:
     # -- as the weights of a reference ------------------------------------------------------------------------------
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise NoSingleModel(f"{self} is a server, which gives log-probabilities alone: this needs the model itself")
+        raise NoSingleModel(f"{self} is a server, which returns only log-probabilities: this needs the model itself")
 
     def assign(self, policy: nn.Module) -> None:
         raise NotImplementedError("a teacher never becomes the policy")
@@ -115,12 +115,12 @@ class ServerTeacher:
         return {"probe": self._probe}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse a server that has another model now."""
+        """Refuse a server whose model has changed."""
         gap = (self._scores_of_probe(self._tokenizer) - tensors["probe"]).abs().mean().item()
         if not gap <= OTHER_MODEL:
             raise KeelError(
                 f"{self} gives log-probabilities that differ by {gap:.2g} nats per token from those of the saved run's "
-                "teacher: serve the model that the run began with"
+                "teacher: serve the model that the run started with"
             )
 
     def backup(self) -> Callable[[], None]:
@@ -135,12 +135,12 @@ class ServerTeacher:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _card(self, name: str | None) -> Mapping[str, Any]:
-        """What the server says of the model of that name, or of its first."""
+        """The server's entry for the model of that name, by default for its first."""
         answer = self._answer("/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         named = {str(card["id"]): card for card in cards or () if isinstance(card, dict) and "id" in card}
         if not named:
-            raise KeelError(f"{shown(self.url)} lists no model: set {self._option} to its /v1")
+            raise KeelError(f"{shown(self.url)} lists no model: set {self._option} to the URL that ends in /v1")
         if name is not None and name not in named:
             section = self._option.rpartition(".")[0]
             raise KeelError(
@@ -155,7 +155,7 @@ class ServerTeacher:
             raise KeelError(f"the teacher at {error}") from None
 
     def _entries(self, prompt: Sequence[int], completion: Sequence[int], k: int) -> list[Entry]:
-        """What the server tells of each token of the completion."""
+        """The server's `prompt_logprobs` for each token of the completion."""
         body = {
             "model": self.name,
             "prompt": [*prompt, *completion],
@@ -185,28 +185,30 @@ class ServerTeacher:
         top = sorted(logps, key=logps.__getitem__, reverse=True)[:k]
         if len(top) < k:
             raise KeelError(
-                f"{self} returned {len(top)} log-probabilities of a token where {k} were asked for: start it with "
+                f"{self} returned {len(top)} log-probabilities of a token instead of {k}: start it with "
                 f"--max-logprobs {k} or more, or lower kl.topk"
             )
         if sum(math.exp(logps[each]) for each in top) > 1 + LARGEST_EXCESS:
             raise KeelError(f"{self} returned log-probabilities of a token that sum to more than 1")
         ids = [*top, self.vocabulary if token in top else token]
-        ids = [each if each < self.vocabulary else self.vocabulary for each in ids]  # padding of the teacher's head
+        ids = [
+            each if each < self.vocabulary else self.vocabulary for each in ids
+        ]  # ids of padding rows of the teacher's head
         return [*map(float, ids), *(logps[each] for each in top), logps[token]]
 
     def _logps(self, entry: Entry, token: int) -> dict[int, float]:
         try:
             logps = {int(name): float(each["logprob"]) for name, each in entry.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise KeelError(f"{self} returned {str(entry)[:60]!r} where log-probabilities belong") from None
+            raise KeelError(f"{self} returned {str(entry)[:60]!r} instead of log-probabilities") from None
         if token not in logps or not all(map(math.isfinite, logps.values())):
             raise KeelError(f"{self} returned no log-probability of token {token}")
         return logps
 
     def _check_tokens(self, policy: LoadedModel) -> None:
-        """Have the server read every token of the policy's vocabulary, and compare the texts.
+        """Send every token of the policy's vocabulary to the server, and compare the texts that it returns.
 
-        Bytes that are no character by themselves have no text of their own and are not compared.
+        Bytes that are not a complete character have no text and are not compared.
         """
         tokenizer = policy.tokenizer
         ids = sorted(set(tokenizer.get_vocab().values()))
@@ -215,15 +217,15 @@ class ServerTeacher:
         for token, entry in zip(ids, chain.from_iterable(read), strict=True):
             theirs, mine = (entry.get(str(token)) or {}).get("decoded_token"), tokenizer.decode([token])
             if theirs is None:
-                raise KeelError(f"{self} returns no decoded_token, by which its vocabulary is checked")
+                raise KeelError(f"{self} returns no decoded_token, which is needed to check its vocabulary")
             if theirs.strip() != mine.strip() and "\ufffd" not in theirs + mine:
                 raise KeelError(
-                    f"{self} has other tokens than {policy.name}: {token} is {theirs!r} there and {mine!r} here; take "
+                    f"{self} has other tokens than {policy.name}: {token} is {theirs!r} there and {mine!r} here; use "
                     "a teacher with the policy's tokenizer"
                 )
 
     def _each(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """The results in order, several at a time; the first error ends all."""
+        """The results in order, with several requests at a time; the first error cancels the rest."""
         with ThreadPoolExecutor(self.concurrency) as threads:
             waiting = [threads.submit(function, item) for item in items]
             try:

@@ -1,4 +1,4 @@
-"""A teacher: a reference of another model, which the policy is distilled towards."""
+"""A teacher: another model as the reference, towards which the policy is distilled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.reference.base import RuleReference
-from keel.reference.full import movable
-from keel.reference.weights import NoSingleModel, OffloadedTensors, Sharder
+from keel.reference.weights import NoSingleModel, OffloadedTensors, Sharder, movable
 
 
 class _Frozen:
@@ -33,7 +32,7 @@ class _Frozen:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to restore; the fingerprint check detects another model."""
+        """Nothing to restore; the fingerprint check detects a changed model."""
 
     def backup(self) -> Callable[[], None]:
         return lambda: None
@@ -58,7 +57,7 @@ class TeacherWeights(_Frozen):
     def shard(self, sharder: Sharder) -> None:
         if self._elsewhere is not None:
             raise KeelError(
-                f"the teacher's device is {self._elsewhere}, and its weights would be sharded beside the policy's: "
+                f"the teacher's device is {self._elsewhere}, but its weights would be sharded like the policy's: "
                 "set parallel.sharding=none, or leave the teacher's device out"
             )
         offloaded, self._offloaded = self._offloaded, None
@@ -68,17 +67,17 @@ class TeacherWeights(_Frozen):
 
 
 class TaskTeachers(_Frozen):
-    """The weights of several teachers, each for the problems of a task; none of them scores for all."""
+    """The weights of several teachers, each for the problems of one task."""
 
     def __init__(self, by_task: Mapping[str, RuleReference]) -> None:
         self._by_task = by_task
         self._teachers = tuple({id(teacher): teacher for teacher in by_task.values()}.values())
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise NoSingleModel("teachers by task are several models: this needs one, so name one teacher for all tasks")
+        raise NoSingleModel("teachers by task are several models, but this needs one: name one teacher for all tasks")
 
     def fingerprint(self) -> str:
-        """The same in any order of the tasks."""
+        """A digest that does not depend on the order of the tasks."""
         digests = {id(teacher): teacher.fingerprint() for teacher in self._teachers}
         lines = sorted(f"{task}={digests[id(teacher)]}" for task, teacher in self._by_task.items())
         return sha256("\n".join(lines).encode()).hexdigest()
@@ -99,9 +98,9 @@ def load_teacher(
     trust_remote_code: bool = False,
     section: str = "reference",
 ) -> LoadedModel:
-    """The model called `name`, by default on the policy's device, as a teacher: refused unless the KL is defined.
+    """The model called `name` as a teacher, by default on the policy's device; refused if the KL would be undefined.
 
-    `section` is where its options stand.
+    `section` is the section of its options.
     """
     own = next(policy.model.parameters()).dtype
     wanted = str(own).removeprefix("torch.") if dtype == "auto" else dtype
@@ -119,19 +118,19 @@ def load_teacher(
     check_tokens(policy, teacher, section)
     if chat_template == "same" and template_of(teacher) != template_of(policy):
         raise KeelError(
-            f"{section}.model={name} has another chat template than {policy.name}, whose prompts it would read: set "
-            f"{section}.chat_template=student if the teacher was trained on that template, or take another teacher"
+            f"{section}.model={name} has another chat template than {policy.name}, which renders the prompts: set "
+            f"{section}.chat_template=student if the teacher was trained on that template, or use another teacher"
         )
     return teacher
 
 
 def template_of(loaded: LoadedModel) -> Any:
-    """The chat template that prompts are rendered with, None where there is none."""
+    """The chat template that prompts are rendered with; None without one."""
     return getattr(loaded.tokenizer, "chat_template", None)
 
 
 def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "reference") -> None:
-    """Refuse other tokens than the policy's; padding of the teacher's head beyond the policy's is cut off."""
+    """Refuse a vocabulary other than the policy's; rows of the teacher's head beyond the policy's are removed."""
     mine, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
@@ -150,7 +149,7 @@ def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "refe
 
 
 def _cut_head(teacher: LoadedModel, rows: int, section: str) -> None:
-    """Drop the head's rows from `rows` on, which stand for no token."""
+    """Remove the head's rows from `rows` on, which belong to no token."""
     model = causal_lm(teacher.model)
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -1,4 +1,4 @@
-"""Collect judged groups for problems, over one turn or several."""
+"""Sample completions for problems, over one turn or several, and judge them as groups."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ class _Trajectory:
     filtered_logp: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     transcript: list[str] = field(default_factory=list)  # turns and replies, in order
-    described: list[dict[str, Any]] = field(default_factory=list)  # the turns as `Completion.turns` has them
+    described: list[dict[str, Any]] = field(default_factory=list)  # the turns in the format of `Completion.turns`
     stop_reason: str = ""
     counts: Mapping[str, float] = field(default_factory=dict)
     failed: bool = False  # its environment raised or hung
 
     def append_turn(self, turn: Completion, *, only_filtered: bool = False) -> None:
-        """`only_filtered`: the engine reports log-probabilities after filters only; unfiltered ones become NaN."""
+        """Append a turn of the model.
+
+        With `only_filtered`, the engine reports log-probabilities after filters only; unfiltered ones become NaN.
+        """
         unknown = [math.nan if action else 0.0 for action in turn.action] if only_filtered else None
         self.tokens += turn.tokens
         self.action += turn.action
@@ -78,14 +81,17 @@ class _Trajectory:
 class Collector:
     """Collects judged groups for problems, over one turn or several.
 
-    Multi-turn: each completion has an `Episode` of the task, which answers the model's turns; tokens of its replies are
-    appended with action False. `max_completion_length` is the token budget of an episode including replies; an episode
-    whose reply does not fit ends with stop_reason `length`. `max_turn_length` is the budget of one turn; a truncated
-    turn is answered like any other. An episode that would continue after `max_turns` ends with stop_reason `turns`.
-    Tokens are only appended, never re-encoded, and noise continues at the next position.
-    With `join_turns` an answered episode continues while others are still in an earlier turn; without it all are
-    answered together. With `overlap_tools` at most `max_batch` episodes (default: half of them) are sampled while the
-    tools of the others run: whenever there is room, the episode whose turn ended first continues, once it is answered.
+    In a multi-turn task, each completion has an `Episode` of the task, which answers the model's turns. Tokens of its
+    replies are appended with action False. Tokens are only appended, never re-encoded, and noise continues at the next
+    position.
+
+    `max_completion_length` is the token budget of an episode, including replies. If a reply does not fit, the episode
+    ends with stop_reason `length`. `max_turn_length` is the budget of one turn; a truncated turn is answered like any
+    other. If an episode would continue after `max_turns`, it ends with stop_reason `turns`.
+
+    With `join_turns`, an answered episode continues while other episodes are still in an earlier turn. Without it, all
+    episodes are answered together. With `overlap_tools`, at most `max_batch` episodes (default: half of them) are
+    sampled while the tools of the others run. A free slot goes to the episode whose turn ended first, after its answer.
     """
 
     engine: Engine
@@ -104,9 +110,9 @@ class Collector:
     world: World = SINGLE_PROCESS
 
     def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
-        """Collect one judged group per problem, in order; groups that the judge skips are in its `failures`.
+        """Collect one judged group per problem, in order. Skipped groups are listed in the judge's `failures`.
 
-        Each process of `world` collects its share of the problems and returns the groups and failures of all.
+        Each process of `world` collects its share of the problems. All processes return all groups and failures.
         """
         engine, task, sampling, judge = self.engine, self.task, self.sampling, self.judge
         check_engine(engine)
@@ -144,7 +150,10 @@ class Collector:
             return next_requests(len(turns))
 
         def next_requests(ended: int) -> list[Request]:
-            """Requests for those whose turn ended first, as many as there is room for: timing has no influence."""
+            """Requests for as many episodes as there is room for, in the order in which their turns ended.
+
+            The order does not depend on how long tools run.
+            """
             nonlocal running, unfinished
             running -= ended
             continued: list[Request] = []
@@ -181,13 +190,13 @@ class Collector:
         return groups
 
     def _places(self, episodes: int) -> tuple[int, int]:
-        """The most episodes that are sampled at a time, and one in how many of the unfinished ones."""
+        """The limits on episodes sampled at a time: a number, and k for one in k of the unfinished episodes."""
         overlap = self.overlap_tools and self.max_turns > 1
         return (self.sampling.max_batch or episodes, 2) if overlap else (episodes, 1)
 
 
 def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, problems: Sequence[Problem]) -> list[Group]:
-    """Gather the groups of all processes in the order of the problems, and their failures after `recorded`."""
+    """Gather all processes' groups, in the order of the problems, and the failures after the first `recorded`."""
     if world.size == 1:
         return groups
     travelling = [replace(group, problem=_without_contents(group.problem)) for group in groups]
@@ -202,7 +211,7 @@ def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, probl
 
 
 def _without_contents(problem: Problem) -> Problem:
-    """The problem without its contents, which other processes have and which may not be serialisable."""
+    """The problem without its contents: other processes have them, and they may not be serialisable."""
     return Problem(problem.key, "", info={name: problem.info[name] for name in _NOTED if name in problem.info})
 
 
@@ -230,7 +239,7 @@ def _append_reply(
 
 
 def _check_appended(turn: Turn, prompt: tuple[int, ...], trajectory: _Trajectory) -> None:
-    """Refuse a turn whose context differs from the tokens so far, as after re-encoding the text."""
+    """Refuse a turn whose context differs from the tokens so far, for example because text was re-encoded."""
     if turn.request.tokens != (*prompt, *trajectory.tokens):
         raise KeelError(
             f"problem {turn.request.key!r}: turn {len(trajectory.turns) + 1} continues other tokens than the prompt "
@@ -303,7 +312,7 @@ def _counts_and_notes(episode: Episode) -> tuple[dict[str, float], list[str]]:
 
 
 def _notes(episode: Episode) -> list[str]:
-    """The notes of an episode; they are only shown, so an error becomes the first of them."""
+    """The notes of an episode. Notes are only shown, so an error in them becomes the first note."""
     try:
         return [str(note) for note in episode.turn_notes()]
     except Exception as error:
@@ -319,7 +328,7 @@ def _counts(episode: Episode) -> dict[str, float]:
 
 
 def with_prompt_tokens_cut(problem: Problem, cut: int) -> Problem:
-    """The problem with the number of truncated prompt tokens in its info."""
+    """The problem, with the number of truncated prompt tokens in its info."""
     if not cut:
         return problem
     info: Mapping[str, Any] = {**problem.info, "prompt_tokens_cut": cut}

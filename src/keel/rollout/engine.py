@@ -18,7 +18,7 @@ _BY_TURN = ("generate", "converse")
 
 
 class ModelMismatch(KeelError):
-    """The sampler's model differs from the policy in shape, tokenizer, or the base of an adapter."""
+    """The sampler's model differs from the policy in shape, tokenizer or, under LoRA, the base weights."""
 
 
 class StaleWeights(KeelError):
@@ -26,22 +26,22 @@ class StaleWeights(KeelError):
 
 
 class Interrupted(Exception):
-    """Raised in a sampling call that another thread interrupts."""
+    """Raised by a sampling call when another thread interrupts it."""
 
 
 class Engine:
     """Samples completions from the policy. A subclass implements `generate` and declares its capabilities.
 
-    An engine with its own weights also implements `sync`. If a class (or a mixin) overrides `generate` but inherits
-    `converse`, turns are sampled by that `generate`.
+    An engine with its own weights also implements `sync`. If a class or a mixin overrides `generate` but not
+    `converse`, `converse` samples turns by calling that `generate`.
     """
 
     shares_weights: bool = False  # samples with the policy's own tensors, so sync has nothing to do
-    native: bool = False  # samples with the policy's modules or copies of them, so that it differs by rounding only
+    native: bool = False  # samples with the policy's modules or copies of them; differs from them by rounding only
     logp_after_filters: bool = False  # `sample_logp` is the log-probability after top-p, top-k and min-p
     context: int | None = None  # largest number of tokens of prompt and completion; None without a limit
     version: int | None = None  # the policy version of the last `sync`; None if weights are shared
-    proven: str = ""  # how the last `sync` verified the weights; empty if nothing was read back
+    proven: str = ""  # how the last `sync` verified the weights; empty if they were not verified
     notes: tuple[str, ...] = ()  # fallbacks from the fastest path, and why; shown by runs on a GPU
     on_finished: Callable[[int], None] | None = None  # called with the number of completions that just ended
 
@@ -58,7 +58,7 @@ class Engine:
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
-        """Sample the completions of each request, in order; noise is keyed by seed, attempt and step."""
+        """Sample the completions of each request, in order. `seed`, `attempt` and `step` determine the noise."""
         raise NotImplementedError
 
     def converse(
@@ -71,10 +71,10 @@ class Engine:
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample multi-turn episodes: `answer` takes finished turns and returns the requests that continue them.
+        """Sample multi-turn episodes. `answer` takes finished turns and returns the requests that continue them.
 
-        By default all episodes finish their turn, then all are answered. `answer` may be called without turns, to get
-        requests that became ready.
+        By default all episodes finish their turn before any is answered. `answer` may be called without turns, to get
+        requests that became ready in the meantime.
         """
         turn_by_turn(self, requests, sampling, answer, seed=seed, attempt=attempt, step=step)
 
@@ -94,14 +94,14 @@ class Engine:
         return []
 
     def interrupt(self) -> None:
-        """Make a sampling call in another thread raise `Interrupted` soon, if possible; called before `close`."""
+        """If possible, make a sampling call in another thread raise `Interrupted` soon. Call it before `close`."""
 
     def close(self) -> None:
         """Close processes and connections of the engine."""
 
 
 class EngineWrapper(Engine):
-    """Wraps another engine and forwards everything that a subclass does not override, except `native`."""
+    """Wraps another engine and forwards every attribute that a subclass does not override, except `native`."""
 
     def __init__(self, inner: Engine) -> None:
         self.inner = inner
@@ -123,7 +123,7 @@ for _name in [
 def turn_by_turn(
     engine: Engine, requests: Sequence[Request], sampling: SamplingParams, answer: Answer, **noise: int
 ) -> None:
-    """Sample episodes with `generate` alone: all finish their turn, then all are answered."""
+    """Sample episodes with `generate` only: all episodes finish their turn before any is answered."""
     while requests:
         groups = engine.generate(requests, sampling, **noise)
         requested = [len(request.drawn(sampling)) for request in requests]
@@ -143,7 +143,7 @@ def turn_by_turn(
 
 
 def check_engine(engine: Any, label: str | None = None) -> None:
-    """Refuse an object or class that is no `Engine` or has no `generate`."""
+    """Refuse an object or class that is not an `Engine` or does not implement `generate`."""
     cls = engine if isinstance(engine, type) else type(engine)
     label = label or f"the engine {cls.__name__}"
     if not issubclass(cls, Engine):

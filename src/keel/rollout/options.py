@@ -26,7 +26,7 @@ class EngineOptions(PluginOptions):
 
 
 class VllmOptions(Options):
-    """Where vLLM samples, and its resources."""
+    """The place where vLLM runs, and its resources."""
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate",

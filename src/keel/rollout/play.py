@@ -1,7 +1,7 @@
-"""Collect groups of a task that plays its own episodes: their programs call the engine through an endpoint.
+"""Collect groups of a task that plays its own episodes. The episodes' programs call the engine through an endpoint.
 
-An episode has one completion with as many branches as its program left contexts: their tokens are those that the engine
-drew, each is trained once, and all share the episode's reward.
+An episode has one completion, with one branch per final context of its program. The engine drew all sampled tokens.
+Each sampled token is trained once, and all tokens share the episode's reward.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ AT_ONCE = 256  # episodes played at a time
 
 
 class EpisodeCalls(CallQueue):
-    """The calls of episodes: whenever there is room, those of the episode whose last call ended first join, once it has
-    called or ended, so that timing has no influence. There is room for one in `share` of the unfinished episodes, at
-    most `at_once`. An episode that makes no call for `timeout_s` is cancelled.
+    """The calls of episodes, sampled in an order that does not depend on timing.
+
+    A free slot goes to the episode whose last call ended first. The queue waits until this episode makes its next call
+    or ends. There is one slot per `share` unfinished episodes, and at most `at_once`. An episode that makes no call for
+    `timeout_s` is cancelled.
     """
 
     def __init__(self, keys: Sequence[Key], timeout_s: float | None, at_once: int, share: int) -> None:
@@ -43,17 +45,17 @@ class EpisodeCalls(CallQueue):
         self.to_start, self.next_key = deque(keys), iter(keys[AT_ONCE:])
         self.order = list(keys[:AT_ONCE])  # episodes that the engine may continue
         self.known, self.unfinished = set(self.order), len(self.order)
-        self.sampled: Counter[Key] = Counter()  # calls that the engine samples
-        self.unanswered: dict[Key, int] = {}  # calls of each running episode
+        self.sampled: Counter[Key] = Counter()  # per episode: calls that the engine samples now
+        self.unanswered: dict[Key, int] = {}  # per running episode: calls without an answer
         self.ended: set[Key] = set()
         self.playing: dict[Key, asyncio.Task[Any]] = {}
         self.drawn: defaultdict[Key, list[tuple[tuple[int, ...], Completion]]] = defaultdict(list)
         self.late: set[Key] = set()
-        self.full: set[Key] = set()  # episodes that a full context has ended
+        self.full: set[Key] = set()  # episodes that ended because their context was full
         self.error: BaseException | None = None
 
     def begin_next(self, ended: Key | None) -> Key | None:
-        """Count an episode as ended, and the next one as running; None if there are no more."""
+        """Mark an episode as ended and the next one as running; return it, or None if there are no more."""
         with self.changed:
             if ended is not None:
                 del self.unanswered[ended]
@@ -80,7 +82,7 @@ class EpisodeCalls(CallQueue):
                 joining = [call for key in keys for call in self.waiting if call.owner == key]
                 self.waiting = [call for call in self.waiting if call.owner not in keys]
                 for call in joining:
-                    if call.done.cancelled():  # by the episode, which goes on
+                    if call.done.cancelled():  # the episode cancelled only this call
                         self._answered(call.owner)
                     else:
                         self.sampled[call.owner] += 1
@@ -113,12 +115,12 @@ class EpisodeCalls(CallQueue):
         self.unanswered[call.owner] = self.unanswered.get(call.owner, 0) + 1
 
     def _ready(self) -> bool:
-        if self.unanswered:  # episodes have begun
+        if self.unanswered:  # there are running episodes
             self._settled()
         return bool(self.waiting)
 
     def _settled(self) -> list[Key]:
-        """The oldest episodes for which there is room, once each has called or ended; late ones are cancelled."""
+        """Wait until the next episodes that get a slot have made a call or ended; cancel those that time out."""
         room = min(self.at_once, -(-self.unfinished // self.share)) - len(+self.sampled)
         keys = self.order[: max(0, room)]
         end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
@@ -141,7 +143,7 @@ class EpisodeCalls(CallQueue):
 
 @dataclass
 class _Result:
-    """An episode as `judged` reads it, with the prompt of its group left out of its branches."""
+    """An episode in the form that `judged` reads. Its branches exclude the prompt of the group."""
 
     group: int
     sample: int
@@ -149,7 +151,7 @@ class _Result:
     turns: Sequence[str]
     whole: Completion
     counts: Mapping[str, float] = field(default_factory=dict)
-    described: list[dict[str, Any]] = field(default_factory=list)  # nothing: its program does not tell turns apart
+    described: list[dict[str, Any]] = field(default_factory=list)  # empty: programs do not mark turns
 
     def completion(self, policy_version: int | None, *, several_turns: bool) -> Completion:
         branches = tuple(replace(branch, policy_version=policy_version) for branch in self.whole.branches)
@@ -159,14 +161,14 @@ class _Result:
 
 @dataclass(frozen=True)
 class PlayCollector(Collector):
-    """Collects judged groups of a task with `plays`.
+    """Collects judged groups of a task that plays its own episodes.
 
-    `max_completion_length` is the room of an episode's longest context after its first prompt; `max_turns` limits the
-    calls that each agent may make.
+    `max_completion_length` limits the tokens of an episode's longest context after its first prompt. `max_turns` limits
+    the calls of each agent.
     """
 
     def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
-        """Collect one judged group per problem, in order; groups that the judge skips are in its `failures`."""
+        """Collect one judged group per problem, in order. Skipped groups are listed in the judge's `failures`."""
         check_engine(self.engine)
         check_keys(problems)
         judge = self.judge
@@ -227,7 +229,7 @@ class PlayCollector(Collector):
         stops = {"stop": list(sampling.stop)}
         secret = secrets.token_urlsafe(24)
         async with Endpoint(answer, secret, context=self.engine.context).serving() as url:
-            renderer = deepcopy(self.renderer) if self.overlap_tools else self.renderer  # the engine decodes meanwhile
+            renderer = deepcopy(self.renderer) if self.overlap_tools else self.renderer  # used while the engine decodes
             access = ModelAccess(url, secret, renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
             async with self.task.playing(access) as play:
 
@@ -255,7 +257,7 @@ class PlayCollector(Collector):
     def _result(
         self, group: int, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls
     ) -> _Result:
-        """The completion of an episode: its last branch, and the others beside it."""
+        """The completion of an episode: its last branch, with the other branches attached."""
         trained: set[int] = set()
         branches = [
             branch
@@ -264,7 +266,7 @@ class PlayCollector(Collector):
         ]
         last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length"
         stop = "length" if key in calls.full else episode.stop or last_call
-        if not branches:  # an episode that failed before its first turn: a token that is not trained
+        if not branches:  # an episode that failed before its first turn gets one token that is not trained
             pad = self.renderer.tokenizer.eos_token_id
             branches = [Completion((int(pad),), (False,), (0.0,), (0.0,), "", stop)]
         last, *others = (replace(branch, stop_reason=stop) for branch in branches)
@@ -280,11 +282,11 @@ class PlayCollector(Collector):
         calls: EpisodeCalls,
         trained: set[int],
     ) -> Completion | None:
-        """The tokens after the prompt, of which those are trained that the engine drew and no other branch trains."""
+        """The tokens after the prompt. Tokens are trained if the engine drew them and no earlier branch trains them."""
         start, known = len(prompt), [False] * len(tokens)
         action, logp, filtered = [False] * len(tokens), [0.0] * len(tokens), [0.0] * len(tokens)
         answers = calls.drawn[key]
-        for number in sorted(range(len(answers)), key=trained.__contains__):  # of equal ones each is trained
+        for number in sorted(range(len(answers)), key=trained.__contains__):  # match untrained answers first
             context, drawn = answers[number]
             begin, end = len(context), len(context) + len(drawn.tokens)
             if tokens[:begin] != context or tokens[begin:end] != drawn.tokens or known[begin]:
@@ -309,7 +311,7 @@ class PlayCollector(Collector):
 
 @dataclass
 class _Answers:
-    """Answers the endpoint's requests by calls of the run's engine."""
+    """Answers requests to the endpoint by calls to the run's engine."""
 
     collector: PlayCollector
     problems: Sequence[Problem]
@@ -322,7 +324,7 @@ class _Answers:
         self.group_of = {problem.key: number for number, problem in enumerate(self.problems)}
 
     async def answer(self, body: GenerateBody) -> Completion:
-        """The completion of an episode's request, with noise that continues after its earlier ones."""
+        """The completion of an episode's request. Its noise continues after the episode's earlier requests."""
         sampling, given = self.sampling, body.sampling_params
         noise = given.noise
         if given.keel is None or noise.problem not in self.group_of:
@@ -349,7 +351,7 @@ class _Answers:
             try:
                 fit(tokens, collector.max_prompt_length, "error", problem)
                 check_context(collector.engine, [self.problems[key[0]]], [tokens], self.sampling)
-            except KeelError as error:  # of the configuration, as for every other task
+            except KeelError as error:  # an error in the configuration ends the rollout, as for other tasks
                 self.calls.abort(error)
                 raise
             self.first[key] = len(tokens)
@@ -362,7 +364,7 @@ class _Answers:
 
 
 def _common_prompt(problem: Problem, episodes: Iterable[PlayedEpisode]) -> tuple[int, ...]:
-    """What the contexts of a group begin with, before their first sampled token."""
+    """The longest common prefix of a group's contexts, before their first sampled token."""
     heads = [tokens[: list(sampled).index(True)] for e in episodes for tokens, sampled in e.branches]
     prompt = tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*heads, strict=False)))
     if not prompt:

@@ -1,4 +1,4 @@
-"""Engines by name: Keel's own, or a user's `module:attr`."""
+"""Find and build an engine by its name: a built-in engine or a user's `module:attr`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ READ_BY = {"kv_cache_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("n
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_weights: bool = False) -> NativeEngine:
-    """Build Keel's own engine; the KV cache between turns is off with one turn.
+    """Build Keel's own engine. It keeps no KV cache between turns if there is only one turn.
 
-    With dtype `auto` it shares the policy's weights, unless `own_weights`.
+    With dtype `auto` it shares the policy's weights unless `own_weights` is true.
     """
     from keel.models.dtypes import DTYPES
     from keel.models.head import module_dtype
@@ -47,7 +47,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {"native": native, "vllm": vllm}
 
 
 def find_engine(name: str, option: str = "rollout.engine") -> Callable[..., Engine]:
-    """The factory of the engine called `name`; a class that is no engine is refused."""
+    """The factory of the engine `name`. Raises for a class that is not an engine."""
     if name in ENGINES:
         return ENGINES[name]
     if not is_import_path(name):
@@ -65,8 +65,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine that `rollout.engine` names.
 
-    A factory with a parameter `rollout` receives the whole section; with `own_weights`, whether it must hold its own
-    copy of the weights (because they will be sharded or change while it samples); with `world`, the processes.
+    A factory receives those of these arguments that it has as parameters: `rollout`, the whole section; `own_weights`,
+    true if it must hold a copy because the weights are sharded or change while it samples; `world`, the processes.
     """
     from keel.base.world import SINGLE_PROCESS
     from keel.rollout.engine import check_engine
@@ -85,7 +85,7 @@ def build_engine(
 def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
     """Refuse greedy sampling, an unknown engine, and options that the engine does not read.
 
-    `placed`: the samplers are started with the training, from its options.
+    `placed` means that the training command starts the samplers, from its options.
     """
     if rollout.temperature == 0:
         raise KeelError(

@@ -1,4 +1,4 @@
-"""Render prompts and replies to tokens, once: text is never re-encoded."""
+"""Render prompts and replies to tokens. Each is rendered once; text is never re-encoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.models.control_tokens import ControlTokens, control_token_refused
 Messages = list[dict[str, str]]
 Reply = str | Sequence[Message]
 TRUNCATIONS = ("error", "left", "drop")
-# A template for tokenizers without one; unknown markers are tokenised as ordinary text.
+# Templates for tokenizers without one. Unknown markers are tokenised as ordinary text.
 TEMPLATES = {
     "chatml": (
         "{% for message in messages %}"
@@ -22,7 +22,7 @@ TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
 }
-_CONTENT = "\u2042content\u2042"  # placeholder for a turn's text when splitting a rendered template
+_CONTENT = "\u2042content\u2042"  # placeholder for a turn's text, used to split a rendered template
 _PROBE = {"role": "tool", "name": "probe", "tool_call_id": "000000000", "content": "keel-probe"}
 # The system message that describes tools if the template does not render them.
 _TOOLS = (
@@ -32,14 +32,14 @@ _TOOLS = (
 
 
 class Renderer:
-    """A tokenizer with `data.chat_template` and `data.system_prompt`: renders prompts and the replies between turns.
+    """Renders prompts, and replies between turns, with `data.chat_template` and `data.system_prompt`.
 
-    `auto` renders chat messages (and any prompt with a system prompt) with the tokenizer's template and leaves plain
-    text as it is; without a template, messages are joined by blank lines. `none` never uses a template. A name selects
-    one of the tokenizer's templates or of `TEMPLATES`, and also renders plain text, as the user's message.
+    The template `auto` renders chat messages, and any prompt with a system prompt, with the tokenizer's template. It
+    leaves plain text unchanged. Without a template, messages are joined by blank lines. `none` never uses a template.
+    A name selects a template of the tokenizer or of `TEMPLATES`; it also renders plain text, as a user message.
 
-    Only the template may write control tokens. One in a prompt is refused unless `allow_control_tokens`; in a reply or
-    a tool's schema it is encoded as ordinary text.
+    Only the template may write control tokens. A control token in a prompt is refused unless `allow_control_tokens` is
+    set. In a reply or a tool's schema it is encoded as ordinary text.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Renderer:
         return self._with_bos(encoded.tokens)
 
     def check(self, problem: Problem) -> None:
-        """Refuse a prompt with a control token; prompts that cannot hold one are not rendered."""
+        """Refuse a prompt with a control token. Prompts that cannot contain one are not rendered."""
         if not self.allow_control_tokens and self.controls.may_forge(str(problem.prompt)):
             self.prompt(problem)
 
@@ -91,9 +91,9 @@ class Renderer:
     ) -> tuple[int, ...]:
         """The tokens between two turns of the model: the end of the turn, the messages, the start of the next turn.
 
-        A plain text becomes a user message. `ended_by` is the last sampled token: if the template closes a turn with
-        that token (such as EOS), it is not repeated; after a stop string the closing token is added. Of a reply much
-        longer than `room` tokens only a beginning longer than `room` is encoded.
+        A plain text becomes a user message. `ended_by` is the last sampled token. If the template closes turns with
+        that token (such as EOS), the token is not repeated. After a stop string, the closing token is added. If a reply
+        is much longer than `room` tokens, only its beginning is encoded, which is still longer than `room`.
         """
         tokens = self.controls.rendered(partial(self._reply_text, problem), message, room=room).tokens
         in_template = self._in_template(isinstance(problem.prompt, str))
@@ -111,7 +111,7 @@ class Renderer:
         return message if isinstance(message, str) else "\n".join(("", *_contents(message), ""))
 
     def _reply_messages(self, message: Reply) -> Messages:
-        """The environment's messages, with role `user` if the template does not render the role `tool`."""
+        """The environment's messages. Role `tool` becomes `user` if the template does not render it."""
         if isinstance(message, str):
             return [{"role": "user", "content": message}]
         if self._renders_tool_role or all(part["role"] != "tool" for part in message):
@@ -127,7 +127,7 @@ class Renderer:
 
     @cached_property
     def _renders_tool_role(self) -> bool:
-        """Whether the template renders messages of the role `tool`; some raise an error or drop them."""
+        """Whether the template renders messages of role `tool`. Some templates raise an error or drop them."""
         try:
             return _PROBE["content"] in self._after_turn([dict(_PROBE)], "")
         except KeelError:
@@ -169,9 +169,10 @@ class Renderer:
 
 
 def fit(tokens: tuple[int, ...], limit: int | None, truncation: str, key: str) -> tuple[int, ...]:
-    """Fit a prompt to `data.max_prompt_length`: `truncation: left` keeps its end, otherwise a longer one is refused.
+    """Fit a prompt to `data.max_prompt_length`. `truncation: left` keeps its end; otherwise a longer prompt is refused.
 
-    With `drop` long prompts are removed before training; one from a task that generates problems is refused here.
+    With `truncation: drop`, long prompts are removed before training. Those of tasks that generate problems are refused
+    here.
     """
     if truncation not in TRUNCATIONS:
         raise unknown("data.truncation", truncation, TRUNCATIONS)

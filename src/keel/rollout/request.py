@@ -1,4 +1,4 @@
-"""The requests of an engine, and its turns."""
+"""Requests to an engine, and the turns that it returns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from keel.rollout.stops import StopStrings
 class Request:
     """One context to continue: the problem's key and all tokens so far, as sampled or rendered.
 
-    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue an
-    episode, request one sample with all its tokens (prompt, completion and tool output, never re-encoded) and `start`,
-    the number of tokens after the original prompt, where the noise continues. `max_new` is this request's limit, if
-    earlier turns used part of max_completion_length. `noise` is the key of its noise if the sender chose it: such a
-    request may be repeated, and gives the same tokens again.
+    `samples` are the indices of the completions to draw (default: 0 to num_generations - 1). To continue an episode,
+    request one sample with all its tokens: prompt, completion and tool output, never re-encoded. `start` is the number
+    of tokens after the original prompt; the noise continues there. `max_new` limits this request's tokens if earlier
+    turns used part of max_completion_length. `noise` is a noise key chosen by the sender. A request with such a key may
+    be repeated and gives the same tokens again.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Turn:
 
 
 def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set[tuple[str, int, int]]) -> None:
-    """Refuse a sample whose noise was used before (`seen`): it would repeat another sample."""
+    """Refuse a sample whose noise is in `seen`, because it would repeat another sample."""
     for request in requests:
         for sample in request.drawn(sampling):
             noise_key = (request.key, sample, request.start)
@@ -87,7 +87,7 @@ def check_noise(requests: Sequence[Request], sampling: SamplingParams, seen: set
 
 @dataclass(eq=False)
 class OpenRow:
-    """A completion being sampled, of at most `limit` tokens; `key` is the key of its noise."""
+    """A completion in progress, of at most `limit` tokens. `key` is the key of its noise."""
 
     request: Request
     sample: int
@@ -130,7 +130,7 @@ def open_rows(
     noise: tuple[int, int, int],
     seen: set[tuple[str, int, int]],
 ) -> list[OpenRow]:
-    """Check all requests and return a row per completion; `seen` is the noise used before."""
+    """Check all requests and return a row per completion. `seen` is the noise that was already used."""
     batch = list(requests)
     for request in batch:
         request.check(sampling, context)

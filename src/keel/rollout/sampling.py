@@ -1,4 +1,4 @@
-"""Draw tokens: filters, and noise that is a pure function of seed, problem, sample and position."""
+"""Draw tokens: filters, and noise that is a pure function of row key and position."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from keel.base.errors import KeelError
 from keel.models.splitmix import GOLDEN, mix, shift
 from keel.rollout.options import RolloutOptions
 
-_TOP_P_HEAD = 1024  # top-p first tries this many tokens, since sorting a whole vocabulary is slow
+_TOP_P_HEAD = 1024  # top-p first sorts this many tokens, because sorting a whole vocabulary is slow
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters: temperature 0 is greedy, top_k 0 is off, `max_batch` rows run at a time (None: all).
+    """Sampling parameters. Temperature 0 is greedy, top_k 0 is off, and `max_batch` rows run at a time (None: all).
 
-    `max_batch` bounds memory: the KV cache of running rows is allocated at full length, and twice for a moment when
-    rows join. `ignore_eos` samples every row to its full length, for benchmarks. `stop_ids` are tokens that end a row
-    beside the model's own.
+    `max_batch` bounds memory: the KV cache of running rows is allocated at full length, and temporarily twice when rows
+    join. `ignore_eos` samples every row to its full length, for benchmarks. `stop_ids` are additional tokens that end a
+    row.
     """
 
     temperature: float = 1.0
@@ -57,7 +57,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, rollout: RolloutOptions, **changes: Any) -> SamplingParams:
-        """The options of `rollout` that have the same names, with changes."""
+        """Sampling parameters from the options of the same names in `rollout`, replaced by `changes`."""
         shared = {field.name for field in fields(cls)} - {"ignore_eos", "stop_ids"}  # not configuration options
         return cls(**{**{name: getattr(rollout, name) for name in shared}, **changes})
 
@@ -73,7 +73,7 @@ class SamplingParams:
 def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> int:
     """The 64-bit signed key of one completion's noise.
 
-    A cryptographic hash, so that neighbouring seeds, steps and samples are independent.
+    It is a cryptographic hash, so that adjacent seeds, steps and samples have independent noise.
     """
     text = "\x1f".join((str(seed), str(attempt), str(step), str(sample), problem))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
@@ -82,8 +82,8 @@ def row_key(seed: int, attempt: int, step: int, problem: str, sample: int) -> in
 def gumbel(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """Standard Gumbel noise `[*keys.shape, width]` of (row key, position, index), in float64.
 
-    A pure function of its arguments, independent of the batch and of earlier draws. It uses 53 bits, since 24 would
-    truncate tails at 1e-7.
+    It is a pure function of its arguments, independent of the batch and of earlier draws. It uses 53 random bits,
+    because 24 bits would cut off tails of probability 1e-7.
     """
     stream = mix(keys + mix((positions + 1) * GOLDEN))
     index = torch.arange(1, width + 1, device=keys.device) * GOLDEN
@@ -93,7 +93,10 @@ def gumbel(keys: Tensor, positions: Tensor, width: int) -> Tensor:
 
 
 def block_shape(vocabulary: int) -> tuple[int, int]:
-    """(blocks, size) that cover the vocabulary in near-square blocks, without padding where a divisor allows it."""
+    """The number of blocks that cover the vocabulary, and their size.
+
+    The two numbers are close to each other. If a divisor allows it, there is no padding.
+    """
     root = round(vocabulary**0.5)
     for size in sorted(range(max(1, root // 2), 2 * root + 1), key=lambda size: abs(size - root)):
         if vocabulary % size == 0:
@@ -102,10 +105,10 @@ def block_shape(vocabulary: int) -> tuple[int, int]:
 
 
 def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The smallest logit `[B, 1]` that top-k, then top-p, then min-p keep, applied in this order.
+    """The smallest logit `[B, 1]` that passes top-k, then top-p, then min-p.
 
-    Same order and meaning as transformers' warpers. Each filter keeps the tokens above some logit, so one threshold per
-    row suffices; all tokens tied at the threshold are kept, while those warpers keep some.
+    Order and meaning are those of transformers' warpers. Each filter keeps the tokens above some logit, so one
+    threshold per row suffices. All tokens tied at the threshold are kept; transformers keeps some of them.
     """
     threshold = torch.full_like(logits[:, :1], -torch.inf)
     if params.top_k and params.top_k < logits.shape[-1]:
@@ -115,20 +118,20 @@ def filter_threshold(logits: Tensor, params: SamplingParams) -> Tensor:
             threshold = _nucleus_edge(head, head.logsumexp(-1, keepdim=True), params.top_p)
     elif params.top_p < 1:
         threshold = _nucleus(logits, params.top_p)
-    if params.min_p > 0:  # p >= min_p * max p, where the normaliser cancels
+    if params.min_p > 0:  # p >= min_p * max p; the normaliser cancels
         threshold = threshold.maximum(logits.amax(-1, keepdim=True) + math.log(params.min_p))
     return threshold
 
 
 def sorts_all(params: SamplingParams, vocabulary: int) -> bool:
-    """Whether top-p applies to the whole vocabulary, without top-k before it."""
+    """Whether top-p applies to the whole vocabulary because there is no top-k before it."""
     return params.top_p < 1 and not (params.top_k and params.top_k < vocabulary)
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
     """The smallest logit in the smallest set of tokens whose probability reaches top_p.
 
-    Uses the most probable tokens, and sorts the whole vocabulary only in rows where these do not reach top_p.
+    Only the most probable tokens are sorted. Rows where these do not reach top_p sort the whole vocabulary.
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
     head = logits.topk(min(_TOP_P_HEAD, logits.shape[-1]), dim=-1).values
@@ -148,14 +151,14 @@ def _nucleus_edge(ordered: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample one token a row from logits `[B, V]`: (token, sample_logp, filtered_logp), each `[B]`.
+    """Sample one token per row from logits `[B, V]`; returns (token, sample_logp, filtered_logp), each `[B]`.
 
-    Gumbel-argmax in two stages, first over blocks of the vocabulary and then over the tokens of a block: exact by the
-    chain rule, with about 2·sqrt(V) noise values `[B, blocks + size]` instead of V. Inverting the cumulative
-    distribution would be less robust to rounding: logits differ by about 1e-6 between batch sizes, which changes an
-    argmax with about that probability but shifts all V boundaries of the cumulative distribution.
+    Gumbel-argmax in two stages: first over blocks of the vocabulary, then over the tokens of a block. By the chain rule
+    this is exact. It needs about 2·sqrt(V) noise values `[B, blocks + size]` instead of V. Inverting the cumulative
+    distribution would be less robust to rounding. Logits differ by about 1e-6 between batch sizes. This changes an
+    argmax with about that probability, but it shifts all V boundaries of the cumulative distribution.
 
-    A greedy token has `sample_logp` at temperature 1 and `filtered_logp` 0.
+    For a greedy token, `sample_logp` is at temperature 1 and `filtered_logp` is 0.
     """
     logits = logits.float()
     if params.greedy:

@@ -1,4 +1,4 @@
-"""An engine behind an endpoint: calls arrive one by one, wait in a queue, and join the running batch."""
+"""Serve an engine at an endpoint. Calls arrive one by one, wait in a queue, and join the running batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from keel.rollout.engine import Engine, Interrupted
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams, row_key
 
-MAX_WAITING = 1024  # calls that have not joined a batch; more are refused
+MAX_WAITING = 1024  # limit of calls that wait to join a batch; more are refused
 
 
 @dataclass(eq=False)
 class Call:
-    """A request that waits for its completion; `owner` is the episode that made it, if one is known."""
+    """A request and the future of its completion. `owner` is the episode that made it, if known."""
 
     request: Request
     sampling: SamplingParams
@@ -34,7 +34,7 @@ class Call:
 
 
 class CallQueue:
-    """Calls in the order of their arrival. Calls with equal sampling parameters share a batch."""
+    """A queue of calls in the order of arrival. Calls with equal sampling parameters share a batch."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -58,7 +58,7 @@ class CallQueue:
             return None if self.closed else self.waiting[0].sampling
 
     def take(self, sampling: SamplingParams) -> list[Call]:
-        """The calls that join a batch with these parameters: those before the first one with others."""
+        """Remove and return the calls at the head of the queue that have these parameters."""
         with self.changed:
             joining = list(takewhile(lambda call: call.sampling == sampling, self.waiting))
             del self.waiting[: len(joining)]
@@ -66,7 +66,7 @@ class CallQueue:
 
     def finish(self, call: Call, completion: Completion) -> None:
         """Answer a call."""
-        with suppress(InvalidStateError):  # the client has gone
+        with suppress(InvalidStateError):  # the client has disconnected
             call.done.set_result(completion)
 
     def fail(self, calls: Iterable[Call], error: BaseException) -> None:
@@ -91,7 +91,7 @@ class CallQueue:
 
 
 def drive(engine: Engine, queue: CallQueue, converse: Callable[..., None], **noise: int) -> None:
-    """Sample the calls of a queue until it is closed; an error of the engine ends the running calls and is raised."""
+    """Sample the calls of a queue until it is closed. An engine error fails the running calls and is raised."""
     while (sampling := queue.next_sampling()) is not None:
         running: dict[int, Call] = {}
 
@@ -131,7 +131,7 @@ class EngineServer:
             return await asyncio.wrap_future(call.done)
         except Interrupted:
             raise Unavailable("the endpoint is shutting down") from None
-        except KeelError as error:  # of the engine: the request was checked before
+        except KeelError as error:  # an engine error, because the request has already been checked
             raise RuntimeError(str(error)) from error
 
     def call_of(self, body: GenerateBody) -> Call:
@@ -146,7 +146,7 @@ class EngineServer:
         return Call(request_of(body, noise, start=noise.position, limit=limit), sampling_of(body, self.max_batch))
 
     def stop(self) -> None:
-        """End sampling soon; running and waiting calls are refused."""
+        """End sampling soon. Running and waiting calls are refused."""
         self.queue.close()
         self.engine.interrupt()
 
@@ -158,18 +158,18 @@ class EngineServer:
 
     def _run(self) -> None:
         while not self.queue.closed:
-            with suppress(Exception):  # the calls that were running have it
+            with suppress(Exception):  # the running calls have received the error
                 drive(self.engine, self.queue, self.engine.converse)
 
 
 def request_of(body: GenerateBody, noise: Noise, *, start: int, limit: int) -> Request:
-    """The engine's request: one sample, with noise of the request's own key."""
+    """The engine's request: one sample, with the noise key of the HTTP request."""
     key = row_key(noise.seed, noise.attempt, noise.step, noise.problem, noise.sample)
     return Request(noise.problem, body.token_ids, samples=(noise.sample,), start=start, max_new=limit, noise=key)
 
 
 def sampling_of(body: GenerateBody, max_batch: int) -> SamplingParams:
-    """The engine's sampling parameters; the limit is in the request."""
+    """The engine's sampling parameters. The token limit is part of the request."""
     given = body.sampling_params
     return SamplingParams(
         temperature=given.temperature,
@@ -195,7 +195,7 @@ def serve(
     secret: str,
     ready: Callable[[str], None],
 ) -> None:
-    """Serve an engine until a signal; `ready` is called with the address when requests are accepted."""
+    """Serve an engine until a signal arrives. `ready` is called with the address when requests are accepted."""
     from keel.rollout.vllm.serve import bind, signals_return
 
     with bind(host, port) as listener, signals_return():
@@ -220,7 +220,7 @@ async def _serve(
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            loop.call_soon_threadsafe(sampler.stop)  # requests end now, so that nobody waits for them
+            loop.call_soon_threadsafe(sampler.stop)  # end requests now, so that the server need not wait for them
             super().handle_exit(sig, frame)
 
     try:

@@ -1,4 +1,4 @@
-"""Stop strings: where a completion ends."""
+"""Detect stop strings, which end a completion."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class StopStrings:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def cut(self, tokens: list[int], stop: tuple[str, ...]) -> str | None:
-        """The text before the first stop string, or None; decodes the last tokens first, and all only on a hit.
+        """The text before the first stop string, or None.
 
-        A stop string of n bytes that the newest token completes spans at most n tokens, since a token adds at least one
-        byte; the window of 2n + 8 leaves room for special tokens, which add none. A stop string that contains a special
-        token is searched in the text with special tokens, any other in the text without.
+        The last tokens are decoded first; all tokens are decoded only if these contain a stop string. A stop string of
+        n bytes spans at most n tokens, because a token adds at least one byte. The window of 2n + 8 tokens leaves room
+        for special tokens, which add no bytes. A stop string that contains a special token is searched in the text with
+        special tokens. Any other stop string is searched in the text without them.
         """
         cuts = [
             text
@@ -36,7 +37,7 @@ class StopStrings:
     def ending(
         self, tokens: list[int], limit: int, sampling: SamplingParams, eos_ids: Collection[int]
     ) -> tuple[str, str | None]:
-        """The stop reason at the newest token ("" if none), and the text if a stop string truncated it."""
+        """The stop reason at the newest token ("" if none), and the truncated text if a stop string ended it."""
         if tokens[-1] in sampling.stop_ids or (tokens[-1] in eos_ids and not sampling.ignore_eos):
             return "eos", None
         if sampling.stop and (text := self.cut(tokens, sampling.stop)) is not None:
@@ -63,7 +64,10 @@ class StopStrings:
         return any(token in string for token in self._special)
 
     def _without_special(self, tokens: list[int], before: str) -> str:
-        """The text `before` a stop string without special tokens: of its complete tokens, then the remainder."""
+        """Remove special tokens from the text `before` a stop string.
+
+        The complete tokens are decoded without special tokens; the remaining text is appended.
+        """
         count = len(tokens)
         while count and len(self.decode(tokens[:count], special=True)) > len(before):
             count -= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -11,37 +10,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from keel.base.errors import KeelError, unknown
-from keel.base.types import Problem
+from keel.base.errors import KeelError
 from keel.base.world import SINGLE_PROCESS, World
-from keel.config import Config, TaskOptions, kl_pairing, kl_terms
+from keel.config import Config, kl_pairing
 from keel.envs import Task
 from keel.envs.curriculum import Curriculum
-from keel.envs.dataset import PromptsTooLong
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
-from keel.envs.registry import build_task, reads_data
-from keel.envs.rewards import wrap
 from keel.kl import controller_from_options
 from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
-from keel.models.head import causal_lm
-from keel.models.load import find_loader, load_model
+from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
 from keel.models.scorer import Scorer, build_scorer
-from keel.reference import Reference, packs_rows
-from keel.reference.base import is_server
-from keel.reference.kinds import build_reference, build_teacher
-from keel.reference.server import check_server
+from keel.reference import packs_rows
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.options import RolloutOptions
 from keel.rollout.play import PlayCollector
 from keel.rollout.registry import build_engine
-from keel.rollout.render import Renderer, fit
+from keel.rollout.render import fit
 from keel.run.layout import build_layout, sampler_options, shard_run
+from keel.run.references import check_task_teachers, check_teachers, reference_of, teacher_anchor, teacher_of
+from keel.run.tasks import RewardFunction, build_judge, build_named_task, build_renderer, without_long_prompts
 from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype
@@ -49,9 +42,7 @@ from keel.trainer.options import GuardLimits, OptimOptions, WarmstartOptions
 from keel.trainer.overlap import RolloutQueue, StepRollouts
 from keel.trainer.sample import sample_rollouts
 from keel.trainer.sft import DrawCount, Encode, Examples, file_examples, gold_examples
-from keel.trainer.state import Anchor, TrainingRun
-
-RewardFunction = Callable[..., Any]
+from keel.trainer.state import TrainingRun
 
 
 def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
@@ -60,10 +51,10 @@ def build_policy(config: Config, weights: Path | None = None, *, probe: bool = T
     Without `probe` a model whose padded rows change its logits is not refused, so that it can be examined.
     """
     model = config.model
-    for folder in (model.lora and model.lora.adapter, model.name):  # another run's checkpoint, perhaps
+    for folder in (model.lora and model.lora.adapter, model.name):  # it may be another run's checkpoint
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    _check_teachers(config)  # before a warm start
+    check_teachers(config)  # before a warm start
     with memory_guard("loading the policy", lambda: _smaller_policy(config)):
         loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
@@ -73,88 +64,6 @@ def _smaller_policy(config: Config) -> Remedy:
     if DTYPES.get(config.model.dtype, torch.float32).itemsize > 2:
         return Remedy("model.dtype", config.model.dtype, "bfloat16")
     return Remedy("model.quantization", "null", "4bit")
-
-
-def build_named_task(spec: TaskOptions | str, config: Config | None = None) -> Task:
-    """Build `task`, or one entry of `eval.tasks` or `warmstart.task`: a name, or a name with parameters.
-
-    A task that reads data but has no `data` parameter gets the configuration's `data` if it has the name of the run's
-    task.
-    """
-    name, params = (spec, {}) if isinstance(spec, str) else (spec.name, spec.params)
-    if config is not None and name == config.task.name and "data" not in params and reads_data(name):
-        params = {**params, "data": config.data.source}
-    return build_task(name, **params)
-
-
-def drop_long_prompts(config: Config, tokenizer: Any, problems: Sequence[Problem]) -> list[Problem]:
-    """The problems whose prompts are within `data.max_prompt_length`; all of them unless `data.truncation` is drop."""
-    return list(filter(_fits(config, tokenizer), problems)) if config.data.truncation == "drop" else list(problems)
-
-
-def _fits(config: Config, tokenizer: Any) -> Callable[[Problem], bool]:
-    renderer, limit = build_renderer(config, tokenizer), config.data.max_prompt_length
-    return lambda problem: limit is None or len(renderer.prompt(problem)) <= limit
-
-
-def without_long_prompts(
-    config: Config, tokenizer: Any, task: Task, *, required: bool = True
-) -> tuple[Task, list[str]]:
-    """For `data.truncation: drop`, the task without prompts that are too long, and a note with their number.
-
-    A task that generates its problems is refused if this is `required`. For a task that reads data, prompts with
-    control tokens are refused here, before any is sampled.
-    """
-    if config.data.truncation != "drop":
-        _check_rows(build_renderer(config, tokenizer), task)
-        return task, []
-    limit = config.data.max_prompt_length
-    try:
-        filtered = task.filter_problems(_fits(config, tokenizer))
-    except PromptsTooLong as error:
-        raise KeelError(f"{error}: raise data.max_prompt_length, which is {limit}") from None
-    if filtered is None and required:
-        raise KeelError(
-            f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
-        )
-    remaining, dropped = filtered or (task, 0)
-    note = f"{dropped} problems left out: their prompts are longer than data.max_prompt_length={limit}"
-    return remaining, [note] if dropped else []
-
-
-def _check_rows(renderer: Renderer, task: Task) -> None:
-    def checked(problem: Problem) -> bool:
-        renderer.check(problem)
-        return True
-
-    if not renderer.allow_control_tokens:
-        task.filter_problems(checked)
-
-
-def build_renderer(config: Config, tokenizer: Any) -> Renderer:
-    """The renderer of prompts; an unknown template is refused here."""
-    data = config.data
-    return Renderer(
-        tokenizer,
-        chat_template=data.chat_template,
-        system_prompt=data.system_prompt,
-        allow_control_tokens=data.allow_control_tokens,
-    )
-
-
-def build_judge(config: Config, task: Task, reward: RewardFunction | None = None) -> Judge:
-    """The judge of the configured rewards (by default the task's own), or of the function given in Python."""
-    if reward is not None:
-        return Judge([wrap(reward)], config.reward)
-    entries = reward_entries(config)
-    if config.loss.policy_weight == 0 and task.prompts_only and [entry["name"] for entry in entries] == ["task"]:
-        entries = [{"name": "none"}]  # distillation needs only prompts
-    return Judge.of(task, entries, config.reward)
-
-
-def reward_entries(config: Config) -> list[dict[str, Any]]:
-    """`rewards:` as plain data."""
-    return [part.model_dump() for part in config.rewards]
 
 
 @dataclass(frozen=True)
@@ -190,18 +99,18 @@ def build_run(
 
 
 def _check_same(what: str, digest: str, world: World) -> None:
-    """Refuse weights that differ between processes: gradients would belong to different models."""
+    """Refuse weights that differ between processes: their gradients could not be summed."""
     digests = world.all_gather(digest) if world.size > 1 else [digest]
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise KeelError(
-                f"rank {rank} of {world.size} has loaded other {what} than rank 0: use the same files on all, and a "
+                f"rank {rank} of {world.size} loaded other {what} than rank 0: use the same files on all ranks, and a "
                 "fixed seed in your own loader"
             )
 
 
 def _copies_remedy(config: Config) -> Remedy:
-    """Reduce memory beside the policy: offload its frozen copy, or reduce what is trained."""
+    """Advice for less memory beside the policy: offload its frozen copy, or train fewer parameters."""
     if config.model.lora is None and not config.reference.params.get("offload"):
         return Remedy("reference.offload", "false", "true")
     return _smaller_policy(config)
@@ -215,11 +124,11 @@ def _build_run(
     world: World,
     on_error: ExitStack,
 ) -> Built:
-    build_renderer(config, loaded.tokenizer)  # a template that is not there is found before anything is sampled
+    build_renderer(config, loaded.tokenizer)  # an unknown template is refused before anything is sampled
     task = task or build_named_task(config.task, config)
     task, dropped = without_long_prompts(config, loaded.tokenizer, task)
     for section, (model, _) in config.teachers.items():
-        _check_tasks(section, model, task)
+        check_task_teachers(section, model, task)
     judge = build_judge(config, task, reward)
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, loaded.device.type, amp_dtype)
@@ -228,8 +137,8 @@ def _build_run(
         _check_same(f"weights of {loaded.name!r}", fingerprint(loaded.model), world)
     layout = build_layout(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
-    tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast ones are not for two threads
-    engine_world = world.new_group() if ahead else world  # a sync may send too, in either thread
+    tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast tokenizers are not thread-safe
+    engine_world = world.new_group() if ahead else world  # a sync may use collectives too, in either thread
     engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.sharded or ahead, world=engine_world)
     on_error.callback(engine.close)
     _check_ahead(config, engine, loaded, layout.sharded)
@@ -240,11 +149,11 @@ def _build_run(
         if other is not None:
             _check_same("weights of the teacher", other.fingerprint(), world)
     off_policy = config.off_policy or bool(differs)
-    if layout.sharded:  # engine and reference were made of whole weights
+    if layout.sharded:  # engine and reference were built from unsharded weights
         if engine.shares_weights:
             raise KeelError(
                 f"rollout.engine={config.rollout.named_engine.name} samples with the policy's own weights, which are "
-                "spread over processes: use native, or parallel.sharding=none"
+                "sharded over processes: use native, or parallel.sharding=none"
             )
         shard_run(layout, loaded, (reference, teacher), world, amp_dtype)
     collector = replace(build_collector(config, engine, task, loaded.tokenizer, judge, world), release=True)
@@ -271,21 +180,21 @@ def _build_run(
         limits=GuardLimits.of(config.guards, config.doctor.thresholds.params),
         scorer=scorer,
         world=world,
-        teacher=_teacher_anchor(config, teacher, off_policy),
+        teacher=teacher_anchor(config, teacher, off_policy),
         curriculum=config.data.curriculum,
     )
     if ahead:
         run.queue = _queue(config, run, collector, tokenizer, engine_world)
     if scorer is None and not layout.sharded:
         exact = sum(anchor.kl.needs_exact for anchor in run.anchors)
-        kept = exact * config.episodes_per_step * config.rollout.max_completion_length
+        cached_tokens = exact * config.episodes_per_step * config.rollout.max_completion_length
         run.fitting_tokens = max_pass_tokens(
-            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, cached_tokens=kept
+            loaded, run.optimizer, run.autocast, shared_prefix=run.shared_prefix, cached_tokens=cached_tokens
         )
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
     if differs and config.loss.mismatch.kind == "none":
-        notes += (f"loss.mismatch.kind=none: {differs}, and nothing weighs the difference; truncate would",)
+        notes += (f"loss.mismatch.kind=none: {differs}, and the loss does not correct for it; truncate would",)
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, collector, notes)
@@ -295,17 +204,17 @@ def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
     """Notes on a GPU run: dtypes, fallbacks, and what was switched off."""
     weights = run.policy.dtype
     dtype = DTYPES.get(sampler.dtype, weights)
-    copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's own are"
+    copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's are"
     fallbacks = () if run.scorer is not None else fallback_notes(run.policy.model, run.amp_dtype)
-    fits, asked = run.microbatch_tokens, run.optim.microbatch_tokens
-    short = f"optim.microbatch_tokens is {asked}, and {fits} are used: free memory holds no larger passes"
+    fits, configured = run.microbatch_tokens, run.optim.microbatch_tokens
+    short = f"optim.microbatch_tokens is {configured}, but {fits} are used: larger passes do not fit into free memory"
     cudnn_on = torch.backends.cuda.cudnn_sdp_enabled()
     return (
         *(() if dtype == weights else (f"{copied} {_name(weights)}",)),
         *run.engine.notes,
         *fallbacks,
-        *(() if fits == asked else (short,)),
-        *(() if cudnn_on else ("cuDNN's attention is off in this process: it makes a plan for every new length",)),
+        *(() if fits == configured else (short,)),
+        *(() if cudnn_on else ("cuDNN's attention is off in this process: it compiles a plan for every new length",)),
     )
 
 
@@ -319,9 +228,9 @@ def _sampler_differs(
     """Why the sampler's distribution may differ from the trainer's; None if it does not."""
     name = config.rollout.named_engine.name
     if config.rollout.filtered:
-        return "rollout.top_p, top_k or min_p cut what is sampled"
+        return "rollout.top_p, top_k or min_p truncate the sampler's distribution"
     if not engine.shares_weights:
-        return f"rollout.engine={name} samples with weights and numbers of its own"
+        return f"rollout.engine={name} has its own copy of the weights and its own kernels"
     if amp_dtype is not None:
         return f"training passes run in {_name(amp_dtype)} and rollout.engine={name} does not"
     return None if scorer is None else f"model.scorer={config.model.scorer} scores what rollout.engine={name} samples"
@@ -331,7 +240,7 @@ def _turn_notes(config: Config, task: Task) -> list[str]:
     """A note on a multi-turn task with one turn."""
     if not task.multi_turn or config.rollout.max_turns > 1:
         return []
-    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool is ever answered"]
+    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: tool calls get no answer"]
 
 
 def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
@@ -339,73 +248,15 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []
     return [
-        "reference.kind=adapter_off: the adapter is not zero (continued or warm-started), so the reference is that "
-        "adapter as it is now, as with auto and frozen, and not the bare base model"
+        "reference.kind=adapter_off: the adapter is not zero (continued or warm-started), so the reference is a copy "
+        "of that adapter, as with auto and frozen, and not the base model"
     ]
-
-
-def _teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool) -> Anchor | None:
-    """The teacher beside the reference, with its own KL term."""
-    term = config.kl.teacher
-    if term is None or teacher is None:
-        return None
-    pairing = kl_pairing(config, term, off_policy=off_policy)
-    return Anchor("teacher", teacher, term, pairing, controller_from_options(term, config.episodes_per_step))
-
-
-def _check_teachers(config: Config) -> None:
-    """Refuse a teacher that is not there, or was damaged since it was saved: another run's checkpoint, perhaps."""
-    for section, (model, params) in config.teachers.items():
-        for name in [model] if isinstance(model, str) else model.values():
-            if is_server(name):
-                check_server(name, params.get("headers"), f"{section}.model")
-                continue
-            try:
-                find_loader(name)
-                check_model(Path(name).expanduser())
-            except KeelError as error:
-                raise KeelError(f"{section}.model: {error}") from None
-
-
-def _check_tasks(section: str, model: str | Mapping[str, str], task: Task) -> None:
-    """Refuse teachers by task if a task has none, or if there is no such task."""
-    if isinstance(model, str):
-        return
-    labels = task.labels()
-    for label in labels:
-        if label not in model:
-            raise KeelError(
-                f"{section}.model has no teacher for the task {label}: give one for each of {', '.join(labels)}"
-            )
-    for label in model:
-        if label not in labels:
-            raise unknown(f"task of {section}.model", label, labels)
-
-
-def teacher_of(config: Config, loaded: LoadedModel) -> Reference | None:
-    """The teacher of `kl.teacher`; None if none is configured, or its KL is neither used nor measured."""
-    term = config.kl.teacher
-    if term is None or not (term.penalizes or config.kl.measure_every > 0):
-        return None
-    return build_teacher("kl.teacher", loaded, term.model, **term.params)
-
-
-def reference_of(config: Config, loaded: LoadedModel) -> Any:
-    """The configured reference of the current policy; None if no KL is used or measured."""
-    needed = config.needs_reference or config.kl.collect_max is not None
-    rows = causal_lm(loaded.model).get_output_embeddings().weight.shape[0]
-    for option, term in kl_terms(config.kl).items():
-        if term.estimator.startswith("topk") and term.topk >= rows:
-            raise KeelError(
-                f"{option}.topk is {term.topk} and the model has {rows} tokens: set it below that, or use exact"
-            )
-    return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 
 
 def build_collector(
     config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
-    """The collector of groups from an engine; for episodes that call the engine themselves, with an endpoint."""
+    """The collector of groups from an engine. Episodes that call the engine themselves get an endpoint."""
     collector = PlayCollector if task.plays else Collector
     return collector(
         engine,
@@ -423,12 +274,12 @@ def build_collector(
 
 def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: Any, world: World) -> RolloutQueue:
     """The sampling thread, with its own tokenizer, failure record and connections."""
-    own = collector.judge.for_thread()
-    apart = replace(collector, renderer=build_renderer(config, tokenizer), judge=own, world=world)
+    judge = collector.judge.for_thread()
+    own_collector = replace(collector, renderer=build_renderer(config, tokenizer), judge=judge, world=world)
 
     def sample(attempt: int, step: int, curriculum: Curriculum) -> StepRollouts:
-        rollouts = sample_rollouts(run, apart.collect, world, attempt, step, curriculum)
-        return replace(rollouts, failures=tuple(own.drain()))
+        rollouts = sample_rollouts(run, own_collector.collect, world, attempt, step, curriculum)
+        return replace(rollouts, failures=tuple(judge.drain()))
 
     queue = RolloutQueue(
         run.engine,
@@ -439,7 +290,7 @@ def _queue(config: Config, run: TrainingRun, collector: Collector, tokenizer: An
         world=run.world,
         thread_world=world,
     )
-    queue.restore({}, 0)  # the engine was built on the policy as it is
+    queue.restore({}, 0)  # the engine was built from the policy's current weights
     return queue
 
 
@@ -457,18 +308,18 @@ def _check_ahead(config: Config, engine: Engine, loaded: LoadedModel, sharded: b
     here = name == "native" or (name == "vllm" and config.rollout.vllm.mode == "colocate")
     if here and loaded.device.type == "cuda":
         raise KeelError(
-            f"{given} with rollout.engine={name} would sample on the GPU that the update works on, and nothing would "
-            "be faster: use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"
+            f"{given} with rollout.engine={name} would sample on the GPU that the update uses, which saves no time: "
+            "use rollout.engine=vllm with rollout.vllm.mode=server, or rollout.max_staleness=0"
         )
     if sharded and staleness > 1:
         raise KeelError(
-            f"{given} keeps copies of the weights, which are spread over processes: use rollout.max_staleness=1, or "
+            f"{given} keeps copies of the weights, which are sharded over processes: use rollout.max_staleness=1, or "
             "parallel.sharding=none"
         )
 
 
 def learning_rate_schedule(config: Config, decay_steps: int | None = None) -> Schedule:
-    """The learning-rate schedule, optionally with another end of its decay."""
+    """The learning-rate schedule; `decay_steps` replaces the configured end of its decay."""
     optim = config.optim if decay_steps is None else config.optim.model_copy(update={"decay_steps": decay_steps})
     updates = config.loss.num_iterations * optim.minibatches
     return build_schedule(optim, config.run.max_steps, updates_per_step=updates)
@@ -510,8 +361,18 @@ def build_warmstart(
         ]
         source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, draws=draws, **shared)
-    passes = config.optim.model_dump(include={"microbatch_tokens", "precision"})  # the rest is the run's alone
+    passes = config.optim.model_dump(include={"microbatch_tokens", "precision"})  # the other events belong to the run
     return SftInputs(examples, start, OptimOptions(**passes))
 
 
-__all__ = ["Built", "SftInputs", "build_collector", "build_policy", "build_run", "build_warmstart"]
+__all__ = [
+    "Built",
+    "SftInputs",
+    "build_collector",
+    "build_judge",
+    "build_named_task",
+    "build_policy",
+    "build_renderer",
+    "build_run",
+    "build_warmstart",
+]

@@ -19,15 +19,10 @@ from keel.envs.rewards import RewardPart
 from keel.eval.evaluate import EvalResult, difference, evaluate
 from keel.rollout.engine import Engine
 from keel.rollout.registry import build_engine
-from keel.run.build import (
-    build_collector,
-    build_named_task,
-    drop_long_prompts,
-    reward_entries,
-    without_long_prompts,
-)
+from keel.run.build import build_collector
 from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
+from keel.run.tasks import build_named_task, drop_long_prompts, reward_entries, without_long_prompts
 from keel.trainer.memory import fewer_rows, memory_guard
 
 # Called with a label and the number of completions to sample; returns a callback for finished ones.
@@ -47,7 +42,7 @@ class Entry:
 def entries(
     config: Config, tasks: Iterable[tuple[Task, str]], rewards: Sequence[RewardPart] | None = None
 ) -> list[Entry]:
-    """Entries whose judge is the task's own reward, so that accuracy does not depend on the training rewards.
+    """Entries judged by the task's own reward, so that accuracy does not depend on the training rewards.
 
     A task without answers is judged by the sum of `rewards`, by default the configured ones.
     """
@@ -86,7 +81,7 @@ def _named_tasks(model_ref: ModelRef, names: Sequence[str], data: Sequence[str] 
             raise unknown("task", spec.name, TASKS)
     reads = [reads_data(spec.name) for spec in specs]
     if data and not any(reads):
-        raise KeelError(f"{data[0]} is given, but {', '.join(names)} makes its own problems: leave it out")
+        raise KeelError(f"{data[0]} is given, but {', '.join(names)} generates its own problems: leave it out")
     configs = [
         _task_config(model_ref, spec, data) if reading else None for spec, reading in zip(specs, reads, strict=True)
     ]
@@ -137,9 +132,7 @@ def run_evaluation(
     """
     config = model_ref.config
     if not tasks and not model_ref.has_tasks:
-        raise KeelError(
-            f"{model_ref.name} is a model and names no task: say what to evaluate, such as --task arithmetic"
-        )
+        raise KeelError(f"{model_ref.name} is a model, which names no task: name one, such as --task arithmetic")
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
     with open_world(config.model.device, settings=settings_of(config)) as world:
         after = _evaluated(model_ref, config, chosen, seed, watch, world)

@@ -16,7 +16,7 @@ from keel.models.head import body_of, transformer_blocks
 from keel.models.sharding import adapter_parameters
 
 Sharding = Literal["none", "full", "hybrid"]
-REDUCE_ITEMSIZE = 4  # gradients and scores are summed in fp32
+REDUCE_ITEMSIZE = 4  # bytes: gradients and scores are summed in fp32
 ROWS = 10  # tensors [B, T] of the whole batch on every device
 
 
@@ -76,7 +76,7 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """`devices`, of which `shards` together hold one copy of the weights; 1 is a full copy on each."""
+    """`devices`, of which each `shards` hold one copy of the weights; with `shards=1` each has a full copy."""
 
     devices: int = 1
     sharding: Sharding = "none"
@@ -90,12 +90,12 @@ class DeviceLayout:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What a run holds beside the policy. Item sizes are in bytes.
+    """What a run stores beside the policy. Item sizes are in bytes.
 
     `pass_itemsize` is that of gathered blocks (None: the weights'), `sampler_itemsize` of the sampler's copy (None:
     the weights', copied only if they are sharded; 0: the engine is not Keel's). `reference` is a separate model,
     `masters` its fp32 moving average. With `exact` KL the reference's head stays gathered for the update. `teacher` is
-    one more copy of the policy.
+    another copy of the policy.
     """
 
     pass_itemsize: int | None = None
@@ -128,7 +128,7 @@ def resident_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> d
 
 
 def transient_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, tokens: int) -> dict[str, int]:
-    """Bytes on a device during a pass, by part, without activations and KV cache; `tokens` are a step's completions'.
+    """Bytes on a device during a pass, by part, without activations and KV cache; `tokens` counts a step's completions.
 
     The current block, the next one and the parameters outside of blocks are gathered; the backward pass adds the full
     gradients of a block and of the rest, and the buffer of the reduce-scatter.

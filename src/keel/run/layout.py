@@ -44,7 +44,7 @@ def choose_layout(
 ) -> DeviceLayout:
     """The layout of a run on `devices`, with `machine` devices per machine and `memory` bytes each (None: unknown).
 
-    `auto` is the first of `layouts` whose resident bytes are within `MAX_RESIDENT_SHARE`, or else the last.
+    `auto` is the first of `layouts` whose resident bytes are within `MAX_RESIDENT_SHARE`, else the last.
     """
     candidates = layouts(config, shape, devices, machine)
     chosen = config.parallel.sharding
@@ -77,7 +77,7 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
 
 
 def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
-    """`rollout` with its dtype resolved: on a GPU the dtype of the training passes is faster, and closer to them."""
+    """`rollout` with its dtype resolved: on a GPU that of the training passes, which is faster and matches them."""
     rollout = config.rollout
     own = rollout.named_engine.name in ENGINES
     if rollout.dtype != "auto" or not own or amp_dtype is None or device != "cuda":
@@ -88,7 +88,7 @@ def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) 
 
 
 def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
-    """What this run holds beside the policy's weights on such a device."""
+    """What this run stores beside the policy's weights on such a device."""
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype

@@ -24,7 +24,7 @@ NAMED_CHECKPOINTS = ("best", "start", "warmstart")
 class ModelRef:
     """A model and its configuration; `weights` is a checkpoint or a warm start, None for the named model.
 
-    `has_tasks` says whether the configuration names tasks, instead of only having the defaults.
+    `has_tasks` is whether the configuration names tasks, instead of having only the defaults.
     """
 
     name: str
@@ -96,11 +96,11 @@ def checkpoint_of(run: Path, which: str | None = None) -> Path:
             _undamaged(newest, run, saved)
         best = ((record or {}).get("state") or {}).get("best")
         if not best or int(best["step"]) not in saved:
-            raise KeelError(f"{run} kept no best checkpoint: name a step instead, of {steps}")
+            raise KeelError(f"{run} saved no best checkpoint: name a step instead, of {steps}")
         return _undamaged(saved[int(best["step"])], run, saved)
     if not which.isdigit():
         raise KeelError(
-            f"there is no checkpoint {which!r} of {run}: it is a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}"
+            f"there is no checkpoint {which!r} of {run}: use a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}"
         )
     if int(which) not in saved:
         raise KeelError(f"{run} has no checkpoint of step {which}: there are {steps}")
@@ -148,7 +148,7 @@ def _of_run(run: Path, overrides: Sequence[str], which: str | None) -> ModelRef:
     supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # keel sft has no warm start
     if as_run.warmstart is None or supervised:
         if which == "warmstart":
-            raise KeelError(f"{run} had no warm start: {run}@start is the model it began with")
+            raise KeelError(f"{run} had no warm start: {run}@start is its initial model")
         return ModelRef(name, config)
     folder = warmstart_folder(run, as_run)
     complete = [path for path in folder.parent.glob("*") if is_complete(path)]

@@ -52,8 +52,8 @@ def result_line(result: RunOutcome) -> str:
     before, after = summary["accuracy"]["before"], summary["accuracy"]["after"]
     if before is not None and after is not None:
         parts.append(f"accuracy {100 * before:.1f}% → {100 * after:.1f}%")
-    elif None not in (paid := summary.get("reward", {"before": None})).values():
-        parts.append(f"held-out reward {paid['before']:.3f} → {paid['after']:.3f}")
+    elif None not in (reward := summary.get("reward", {"before": None})).values():
+        parts.append(f"held-out reward {reward['before']:.3f} → {reward['after']:.3f}")
     name = next((name for name in ("exact", "k3") if name in summary["kl"]), None)
     if name is not None:
         parts.append(f"KL(policy‖reference) {summary['kl'][name]['mean']:.4f} nats per token ({name})")

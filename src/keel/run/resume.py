@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.files import read_json
 from keel.base.redact import masked, secrets_in
 from keel.config import Config, load_config
-from keel.config.declared import plugin_defaults
+from keel.config.show import plugin_defaults
 from keel.config.text import absolute_paths
 from keel.envs import Task
 from keel.loggers import RunDirectory
@@ -44,7 +44,7 @@ RESUMABLE_OPTIONS = (
     "rollout.vllm.secret",
     "rollout.vllm.wait_s",
     "kl.budget",
-    "optim.decay_steps",  # keeps its value unless given: `keep_schedule`
+    "optim.decay_steps",  # unchanged unless given: see `keep_schedule`
     "optim.microbatch_tokens",  # these six change memory, and results only by rounding (or other dropout masks)
     "optim.offload",
     "reference.offload",
@@ -80,7 +80,7 @@ def check_same_run(folder: Path, config: Config) -> None:
     before = _leaves(absolute_paths(written))
     now = _leaves(absolute_paths(config.to_dict()))
     before |= _added_since(before, now)
-    own = _leaves(plugin_defaults(config))  # a default that is written out equals one that is not
+    own = _leaves(plugin_defaults(config))  # a written-out default equals an omitted one
     before, now = {**own, **before}, {**own, **now}
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name) and not may_change(name):
@@ -126,17 +126,17 @@ def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, lis
 
 
 def schedule_change(
-    before: int | None, course: Schedule, config: Config, optimizer: Optimizer, step: int
+    before: int | None, old_schedule: Schedule, config: Config, optimizer: Optimizer, step: int
 ) -> str | None:
     """A message if the end of the decay has changed: the step and size of the jump in the learning rate.
 
-    `before` is the old end, and `course` the old schedule.
+    `before` is the old end, `old_schedule` the schedule with it.
     """
     now = decay_end(config.to_dict())
     if before is None or now is None or before == now:
         return None
     rate, updates = optimizer.learning_rate * optimizer.factor, optimizer.updates
-    last, due = (rate * course(update) for update in (max(0, updates - 1), updates))
+    last, due = (rate * old_schedule(update) for update in (max(0, updates - 1), updates))
     return (
         f"optim.decay_steps was {before} and is {now}: the learning rate goes from {last:.4g} at step {step} to "
         f"{optimizer.lr:.4g} at step {step + 1}, where it would have been {due:.4g}"
@@ -171,7 +171,7 @@ class ResumeEvent:
 def choose_checkpoint(
     directory: RunDirectory, start_reference: Callable[[], Reference | None]
 ) -> tuple[Path | None, list[ResumeEvent]]:
-    """The newest checkpoint without damage, and events about damaged ones.
+    """The newest intact checkpoint, and events about damaged ones.
 
     All checkpoints share the file of a reference that never moved. If only that file is damaged, it is rebuilt from the
     run's initial weights and must match the checkpoint's fingerprint.
@@ -227,7 +227,7 @@ def truncate_logs(directory: RunDirectory, step: int, *, keep_as: int | None = N
     if keep_as is not None and directory.has_lines_past(step):
         folder = directory.set_aside(step, directory.unused_attempt(keep_as), events=True)
         location = folder.relative_to(directory.path).as_posix()
-        events.append(ResumeEvent("note", f"what was logged after step {step} is kept in {location}"))
+        events.append(ResumeEvent("note", f"the lines logged after step {step} were moved to {location}"))
     directory.truncate_after(step)
     return events
 
@@ -268,7 +268,7 @@ def _check_config_present(folder: Path) -> None:
 
 
 def _check_checkpoints_present(directory: RunDirectory) -> None:
-    """Refuse to restart at step 0 if checkpoints are missing: all logged lines would be removed."""
+    """Refuse to restart at step 0 if checkpoints are missing, since all logged lines would be removed."""
     config = load_config(directory.path / "config.yaml") if (directory.path / "config.yaml").exists() else None
     lines = directory.path / "metrics.jsonl"
     logged = sum(1 for _ in lines.open("rb")) if lines.exists() else 0

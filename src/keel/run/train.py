@@ -26,17 +26,15 @@ from keel.models.loaded import LoadedModel
 from keel.reference import Reference
 from keel.run.build import (
     Built,
-    build_named_task,
     build_policy,
     build_run,
     build_warmstart,
     learning_rate_schedule,
-    reference_of,
-    reward_entries,
 )
 from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
 from keel.run.layout import build_layout, shard_run
+from keel.run.references import reference_of
 from keel.run.result import NO_HOOKS, EndHooks, RunOutcome, resume_command
 from keel.run.resume import (
     ResumeEvent,
@@ -50,8 +48,9 @@ from keel.run.resume import (
     truncate_logs,
     write_config,
 )
+from keel.run.tasks import build_named_task, reward_entries
 from keel.run.warmstart import is_complete, warmstart, warmstart_folder
-from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state
+from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state, step_of
 from keel.trainer.guards import guard_findings
 from keel.trainer.integrity import find_damage
 from keel.trainer.loop import Callback, Interrupt, TrainingJob, interruptible, train_loop
@@ -79,7 +78,7 @@ def run_training(
     """Run a checked configuration; the arguments are those of `keel.train`. `at_end` computes findings and report."""
     task = task or build_named_task(config.task, config)  # fail on bad data before anything is written or loaded
     if reward is None:
-        build_rewards(reward_entries(config), task)  # fail on rewards that do not fit this task
+        build_rewards(reward_entries(config), task)  # fail early on rewards that do not fit this task
         probe_rewards(reward_entries(config))
     settings = settings_of(config)
     if dry_run:
@@ -109,7 +108,7 @@ def _train(
     resume_state = world.broadcast(_prepare_resume(config, directory, resumed, task) if world.is_main else None)
     assert resume_state is not None
     config, checkpoint, events, decay_before = resume_state
-    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    step = -1 if checkpoint is None else step_of(checkpoint)
     write_config(directory, config)
     directory.write_json("env.json", environment())
     loggers = open_loggers(config, directory, None if checkpoint is None else step, world=world)
@@ -132,8 +131,8 @@ def _train(
             state = load_checkpoint(checkpoint, built.run)
             job.saved_at = state.step
             loggers.event("resume", step=state.step, message=f"resumed from {checkpoint.name}")
-            course = learning_rate_schedule(config, decay_before)
-            if changed := schedule_change(decay_before, course, config, built.run.optimizer, state.step):
+            old_schedule = learning_rate_schedule(config, decay_before)
+            if changed := schedule_change(decay_before, old_schedule, config, built.run.optimizer, state.step):
                 loggers.event("schedule", step=state.step, message=changed)
         state = train_loop(job, state, interrupt)
         return _build_result(config, built, job, state, interrupt, at_end)
@@ -165,9 +164,9 @@ def _prepare_resume(config: Config, directory: RunDirectory, resumed: bool, task
         check_same_data(checkpoint, config, task)
         config, decay_before, schedule_events = keep_schedule(directory.path, config)
         events += schedule_events
-    step = -1 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
-    passed_over = any(event.damaged is not None for event in events)
-    state = saved_state(checkpoint) if passed_over and checkpoint is not None else None
+    step = -1 if checkpoint is None else step_of(checkpoint)
+    skipped_damaged = any(event.damaged is not None for event in events)
+    state = saved_state(checkpoint) if skipped_damaged and checkpoint is not None else None
     events += truncate_logs(directory, step, keep_as=None if state is None else state.attempt)
     return ResumeState(config, checkpoint, events, decay_before)
 
@@ -306,7 +305,7 @@ def _policy(
     loggers.event("warmstart", step=0, message=begin)
 
     def report(step: int, line: Mapping[str, float]) -> None:
-        if interrupt.signal is not None:  # nothing to save yet
+        if interrupt.signal is not None:  # there is nothing to save yet
             raise KeyboardInterrupt
         loss = f"loss {line['loss/total']:.3f}"
         if step % every == 0:

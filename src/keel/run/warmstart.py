@@ -1,23 +1,227 @@
-"""The SFT warm start of a run; its weights are saved under a digest of its settings."""
+"""The SFT warm start of a run, and the disk cache of warm starts that runs and preflights of this machine share.
+
+A run saves its warm start under a digest of its settings. An entry of the cache is one file,
+`<cache>/keel/warmstarts/<digest>`: the sha256 of the rest of the file, and the weights. `<cache>` is `$XDG_CACHE_HOME`,
+or `~/.cache`. `KEEL_WARMSTART_CACHE=0` switches the cache off.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Callable
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
+
+import keel
+from keel.base.errors import KeelError
+from keel.base.files import write_atomic
 from keel.base.world import SINGLE_PROCESS, World
 from keel.config.text import absolute_paths
+from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
 from keel.run.build import SftInputs
-from keel.run.warmstart_cache import WarmstartResult, cached_sft
-from keel.trainer.checkpoint import atomic_folder, full_state_dict, save_weights
+from keel.run.environment import package_versions
+from keel.trainer.checkpoint import atomic_folder, full_state_dict, rng_state, save_weights
 from keel.trainer.integrity import WARMSTART, checksums, with_checksums
-from keel.trainer.sft import Report
+from keel.trainer.sft import Report, sft
 
+CACHE_SWITCH = "KEEL_WARMSTART_CACHE"
+MAX_CACHE_BYTES = 2**30  # bytes of all entries; the least recently used is removed first
+MAX_DIGEST_S = 10.0  # seconds to hash the examples; the cache is not used if it takes longer
+_TRUSTED = ("torch", "transformers", "peft", "keel")  # their version identifies what their modules compute
+_SETTINGS = ("OMP_", "MKL_", "KMP_", "ATEN_", "TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "OPENBLAS_")
 FOLDER = "warmstart"
+
+
+class WarmstartResult(NamedTuple):
+    """The last loss of a warm start, and the cache file that it came from; None if it was trained."""
+
+    loss: float
+    cache_file: Path | None = None
+
+
+class _CacheHit(Exception):
+    """Raised after the first step when the cache holds the final weights."""
+
+
+def cached_sft(
+    loaded: LoadedModel, start: SftInputs, report: Report | None = None, world: World = SINGLE_PROCESS
+) -> WarmstartResult:
+    """Run `sft`, or load bit-identical final weights from the cache.
+
+    The first step always runs. The digest covers its loss, its gradient norm and the weights after it, all examples,
+    the options, Keel's source, versions and settings of libraries, and the CPU. The cache is not used where results
+    may still differ: on a GPU, with several processes, compiled models, user modules, or random numbers (dropout).
+    """
+    folder = _folder()
+    alone = world.size == 1 and start.options.steps > 1
+    key = _cache_key(loaded, start) if alone and folder is not None else None
+    if folder is None or key is None:
+        return WarmstartResult(sft(loaded, *start, report, world))
+    model, before = loaded.model, _random_state()
+    path: Path | None = None
+    found: dict[str, Any] | None = None
+
+    def reported(step: int, line: Mapping[str, float]) -> None:
+        nonlocal path, found
+        if step == 1 and _random_state() == before:
+            first = sorted((name, float(value).hex()) for name, value in line.items())
+            path = folder / _digest([key, first, fingerprint(model)])
+            found = _read(path)
+            if found is not None:
+                raise _CacheHit
+        if report is not None:
+            report(step, line)
+
+    try:
+        loss = sft(loaded, *start, reported, world)
+    except _CacheHit:
+        assert found is not None
+        for name, tensor in _trainable_state(model).items():
+            tensor.copy_(found["weights"][name])
+        return WarmstartResult(found["loss"], path)
+    if path is not None and _random_state() == before:
+        _write(path, {"loss": loss, "weights": _trainable_state(model)})
+    return WarmstartResult(loss)
+
+
+def _folder() -> Path | None:
+    if os.environ.get(CACHE_SWITCH) == "0":
+        return None
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(RuntimeError):  # no home directory
+        return (Path(base) if base else Path.home() / ".cache") / "keel" / "warmstarts"
+    return None
+
+
+def _cache_key(loaded: LoadedModel, start: SftInputs) -> str | None:
+    """A digest of a warm start's inputs; None if other factors could affect the result."""
+    model = loaded.model
+    if any(type(module).__module__.partition(".")[0] not in _TRUSTED for module in model.modules()):
+        return None
+    if loaded.device.type != "cpu" or any(module._compiled_call_impl is not None for module in model.modules()):
+        return None
+    if (examples := _digest_of_examples(start)) is None:
+        return None
+    config = getattr(model, "config", None)
+    return _digest(
+        [
+            *(1, _source(), package_versions(), platform.python_version(), _hardware()),
+            *(fingerprint(model), str(model), model.training, sorted(_trainable_state(model)), str(loaded.lora)),
+            *(None if config is None else config.to_dict(), getattr(config, "_attn_implementation", None)),
+            *(loaded.pad_id, loaded.context_length, loaded.shared_prefix, start.options.model_dump()),
+            *(start.optim.model_dump(), examples),
+        ]
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _digest_of_examples(start: SftInputs) -> str | None:
+    """A digest of every batch's tokens and action masks; None if it takes longer than `MAX_DIGEST_S`."""
+    before, digest, began = _random_state(), hashlib.sha256(), time.monotonic()
+    for step in range(start.options.steps):
+        for group in start.examples(step):
+            learned = [(completion.tokens, completion.action) for completion in group.completions]
+            digest.update(repr((group.prompt_tokens, learned)).encode())
+        if time.monotonic() - began > MAX_DIGEST_S:
+            return None
+    return digest.hexdigest() if _random_state() == before else None
+
+
+def _random_state() -> str:
+    states = [state.tolist() if isinstance(state, Tensor) else state for state in rng_state().values()]
+    return hashlib.sha256(repr(states).encode()).hexdigest()
+
+
+@cache
+def _source() -> str:
+    """A digest of Keel's source code, which may be edited without a new version."""
+    root = Path(keel.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _hardware() -> list[Any]:
+    """What selects kernels and thus rounding: the CPU, torch's build, threads and settings."""
+    lines = []
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+        names = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU", "Features")
+        lines = [line for line in first.splitlines() if line.startswith(names)]
+    settings = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+    backends = torch.backends
+    return [
+        *(platform.system(), platform.machine(), platform.processor(), lines, settings),
+        *(torch.__config__.show(), torch.__config__.parallel_info(), torch.get_num_threads()),
+        *(backends.cpu.get_cpu_capability(), backends.mkldnn.enabled, torch.get_float32_matmul_precision()),
+        *(str(torch.get_default_dtype()), torch.are_deterministic_algorithms_enabled()),
+    ]
+
+
+def _trainable_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a warm start may change: trained weights and buffers."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}  # tied weights once
+    return {name: x for name, x in model.state_dict().items() if name in trained or name not in every}
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read an entry if its checksum matches; remove a damaged one."""
+    try:
+        checksum, _, content = path.read_bytes().partition(b"\n")
+        os.utime(path)
+    except OSError:
+        return None
+    if hashlib.sha256(content).hexdigest().encode() == checksum:
+        entry: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return entry
+    with suppress(OSError):
+        path.unlink()
+    return None
+
+
+def _write(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write an entry if possible, and remove old ones above the limit."""
+    if sum(tensor.nbytes for tensor in entry["weights"].values()) > MAX_CACHE_BYTES // 2:
+        return
+    file = io.BytesIO()
+    torch.save(dict(entry), file)
+    content = file.getvalue()
+    with suppress(OSError, KeelError):  # without an entry the warm start is trained again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, hashlib.sha256(content).hexdigest().encode() + b"\n" + content, mode=0o600)
+        _remove_oldest(path.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove entries down to `MAX_CACHE_BYTES`; other processes may do so concurrently."""
+    entries = []
+    for path in folder.iterdir():
+        with suppress(OSError):
+            entries.append((path.stat().st_mtime, path.stat().st_size, path))
+    total = sum(size for _, size, _ in entries)
+    for _, size, path in sorted(entries):
+        if total <= MAX_CACHE_BYTES:
+            break
+        with suppress(OSError):
+            path.unlink()
+            total -= size
 
 
 def warmstart_folder(run: Path, config: Any) -> Path:

@@ -1,4 +1,4 @@
-"""The batch of one step: `[B, T]` tensors for the losses, and microbatches as `models/pack.py` cuts them."""
+"""The batch of one step: `[B, T]` tensors for the losses, and the microbatches that the model runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from keel.trainer.state import Anchor, TrainingRun
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A microbatch: what the model reads, which rows of the batch it scores, the reference's hidden states for it."""
+    """A microbatch: the model's input, the rows of the batch that it scores, and the reference's hidden states."""
 
     packed: PackedBatch
     rows: slice
@@ -52,7 +52,8 @@ class Microbatch:
 class Minibatch:
     """The part of a batch that one update uses: its rows, their width, and this process's microbatches.
 
-    `dummy_passes` counts passes on dummy batches that match the collectives of processes with more microbatches (FSDP).
+    `dummy_passes` is the number of passes on dummy batches. Under FSDP they match the collectives of processes with
+    more microbatches.
     """
 
     rows: slice
@@ -63,17 +64,18 @@ class Minibatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's data. `rows` is what the losses read; B is group-major, in the order of `groups`.
+    """The data of one step. The losses read `rows`; B is group-major, in the order of `groups`.
 
-    Rows and groups cover all processes, `micros` are the passes of this process, `spans` the rows, width and dummy
+    Rows and groups cover all processes. `micros` are the passes of this process. `spans` are the rows, width and dummy
     passes of each minibatch. `actions` indexes the true entries of the action mask. `scores` are the policy's scores
-    with the rollout weights, None until they are computed.
-    `kl` `[B, T]` is the detached KL estimate of a penalty in the reward, `penalty` `[B]` what it adds to each reward.
-    `others` are the batch as further anchors see it: with their log-probabilities, penalties and scores.
-    `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens without a
-    log-probability from the engine; they get no importance weight. `reported` names the log-probabilities that the
-    engine gave for every token. `depth_bins` are the depth ranges that hold sampled tokens (`keel.kl.depth`).
-    `episode` `[B]` numbers the episode of each row, None where each row is one.
+    under the rollout weights; they are None until computed.
+
+    `kl` `[B, T]` is the detached KL estimate for a penalty in the reward. `penalty` `[B]` is added to the rewards.
+    `others` holds one view of the batch for each further anchor, with the anchor's log-probabilities, penalties and
+    scores. `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens
+    without a log-probability from the engine; these tokens get no importance weight. `reported` names the
+    log-probabilities that the engine returned for every token. `depth_bins` are the depth ranges that contain sampled
+    tokens (`keel.kl.depth`). `episode` `[B]` is the index of each row's episode, or None if each row is an episode.
     """
 
     groups: tuple[Group, ...]
@@ -94,7 +96,7 @@ class StepBatch:
 
     @property
     def views(self) -> tuple[StepBatch, ...]:
-        """The batch as each anchor sees it, the reference first."""
+        """The view of the batch for each anchor, the reference first."""
         return (replace(self, others=()), *self.others)
 
     @property
@@ -122,7 +124,7 @@ class StepBatch:
 
     @property
     def minibatches(self) -> list[Minibatch]:
-        """Microbatches by the update they belong to."""
+        """The minibatches, each with the microbatches of one update."""
         numbers = range(len(self.spans))
         by_update = [tuple(micro for micro in self.micros if micro.minibatch == number) for number in numbers]
         return [Minibatch(*span, micros) for span, micros in zip(self.spans, by_update, strict=True)]
@@ -138,7 +140,7 @@ class StepBatch:
         return Batch(**{f.name: cut(getattr(self.rows, f.name)) for f in fields(Batch)})
 
     def over_episodes(self, values: Tensor) -> Tensor:
-        """Values `[B]`, added up over the rows of each episode."""
+        """The sum of values `[B]` over the rows of each episode."""
         if self.episode is None:
             return values
         return torch.zeros_like(values).index_add_(0, self.episode, values)[self.episode]
@@ -149,24 +151,25 @@ class StepBatch:
         return values.mean() if weight is None else (values * weight.to(values)).sum() / weight.to(values).sum()
 
     def with_rows(self, **changes: Any) -> StepBatch:
-        """With other rows, as every anchor sees them."""
+        """The batch with changed rows, in every anchor's view."""
         others = tuple(view.with_rows(**changes) for view in self.others)
         return replace(self, rows=replace(self.rows, **changes), others=others)
 
 
 def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch, Anchor], StepBatch]) -> StepBatch:
-    """The batch with every anchor's view of it changed."""
+    """Apply `change` to every anchor's view of the batch."""
     first, *others = (change(view, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True))
     return replace(first, others=tuple(others))
 
 
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
-    """Pack groups into microbatches: one row per group with its prompt once, if the model allows shared prompts.
+    """Pack groups into microbatches. If the model allows shared prompts, a group is one row with its prompt once.
 
-    A further branch of an episode is a completion of its own, with the episode's reward and a share of its weight.
+    Each branch of an episode is a completion of its own, with the episode's reward and a share of its weight.
 
-    A microbatch is limited by tokens and keeps groups whole where they fit. With flash attention it is a single row
-    without padding. Each process packs its share of every minibatch. `stale`: older weights may have sampled.
+    The size of a microbatch is limited in tokens. A group is split only if it exceeds the limit. With flash attention
+    a microbatch is a single row without padding. Each process packs its share of every minibatch. `stale` means that
+    older weights may have drawn the samples.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     episodes, groups = _episodes(groups), [_by_branch(group) for group in groups]
@@ -240,7 +243,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
 
 
 def _by_branch(group: Group) -> Group:
-    """The group with the branches of its episodes as completions."""
+    """The group with each branch of its episodes as a separate completion."""
     pairs = list(zip(group.completions, group.rewards, strict=True)) if group.rewards else []
     rows = tuple(replace(branch, branches=()) for c in group.completions for branch in (c, *c.branches))
     return replace(group, completions=rows, rewards=tuple(r for c, r in pairs for _ in (c, *c.branches)))
@@ -266,10 +269,10 @@ def _required_logps(run: TrainingRun) -> set[str]:
 def split(
     groups: Sequence[Group], budget: int, *, shared_prefix: bool, even: bool, one_row: bool = False
 ) -> list[list[Group]]:
-    """`microbatches`; `even` balances their sizes, without more parts or split groups, which lowers peak memory."""
+    """Split groups by `microbatches`. `even` lowers peak memory: sizes are balanced without more parts or splits."""
     parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
     low, high = budget * (len(parts) - 1) // max(1, len(parts)), budget
-    for _ in range(3 if even and len(parts) > 1 else 0):  # bisection: an eighth of the possible gain remains
+    for _ in range(3 if even and len(parts) > 1 else 0):  # three bisections leave an eighth of the possible gain
         middle = (low + high) // 2
         trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix, one_row=one_row)
         if len(trial) > len(parts) or sum(map(len, trial)) > sum(map(len, parts)):
@@ -302,7 +305,7 @@ def _rank_shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
 
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
-    """The row length: that of the longest group. Short groups share a row, so padding stays small."""
+    """The row length is that of the longest group. Short groups share a row, which limits padding."""
     return min(max(map(row_length, groups)), budget)
 
 
@@ -323,9 +326,9 @@ def assemble(batch: StepBatch, parts: Sequence[Tensor], run: TrainingRun) -> Ten
 
 
 def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = None) -> StepBatch:
-    """Compute `ref_logp` of every token; for exact KL also keep the hidden states over all updates of the batch.
+    """Compute `ref_logp` of every token. For exact KL, also keep the hidden states for all updates of the batch.
 
-    `anchor` is the reference's, or another with its view of the batch.
+    `anchor` defaults to the reference. For another anchor, `batch` is that anchor's view.
     """
     anchor = anchor or run.anchors[0]
     assert anchor.reference is not None
@@ -350,7 +353,10 @@ def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = 
 
 @dataclass(frozen=True)
 class _ModelScores:
-    """What one model of a reference says: log-probabilities of its rows (0 elsewhere) and, for the exact KL, more."""
+    """The scores of one model of a reference: log-probabilities of its rows (0 elsewhere).
+
+    For the exact KL, it also has the model's head and the microbatches with its hidden states.
+    """
 
     rows: Tensor | None
     logps: list[Tensor]
@@ -359,7 +365,7 @@ class _ModelScores:
 
 
 def _models_of(reference: Reference, batch: StepBatch, run: TrainingRun) -> list[tuple[Reference, Tensor | None]]:
-    """The models of a reference, each with the rows `[B]` that it scores: None for all, or those of its tasks."""
+    """The models of a reference, each with a mask `[B]` of the rows of its tasks (None: all rows)."""
     by_task = reference.by_task if isinstance(reference, RuleReference) else {}
     if not by_task:
         return [(reference, None)]
@@ -412,7 +418,7 @@ def _server_of(reference: Reference) -> ServerTeacher | None:
 def _score_server(
     batch: StepBatch, run: TrainingRun, server: ServerTeacher, rows: Tensor | None, *, topk: int | None
 ) -> _ModelScores:
-    """The same by a server, of its own rows alone; with `topk` its states are those of `KnownTokens`."""
+    """The scores by a server, of its own rows only. With `topk`, the hidden states are those of `KnownTokens`."""
     k, device = topk or 1, run.policy.device
     wanted = [True] * len(batch.completions) if rows is None else rows.tolist()
     sequences = [(group.prompt_tokens, c.tokens) for group in batch.groups for c in group.completions]
@@ -433,7 +439,7 @@ def _score_server(
 
 
 def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHeads, tuple[Microbatch, ...]]:
-    """The heads of several models, and hidden states whose last number says whose they are: of each row its model's."""
+    """The joined heads of several models, and each row's hidden states by its model, which end in the model's index."""
     micros, widths = [], [0] * len(scored)
     for index, micro in enumerate(batch.micros):
         states = [hidden for each in scored if (hidden := each.micros[index].ref_hidden) is not None]
@@ -450,7 +456,7 @@ def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHea
 
 
 def _whole_head(reference: nn.Module, device: torch.device | None) -> Head:
-    """The reference's head; a copy if it moves to `device`, or is sharded: FSDP gathers it only during a pass."""
+    """The reference's head. It is copied if it moves to `device` or is sharded: FSDP gathers it only during a pass."""
     head = frozen_head(reference)
     if device is None and not is_sharded(reference):
         return head
@@ -497,7 +503,7 @@ def detached(scores: FullScores) -> FullScores:
 
 
 def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullScores:
-    """The policy's scores of one microbatch: log-probability, entropy, exact KL where an anchor's states were kept."""
+    """The policy's scores of one microbatch: log-probability, entropy, and exact KL for anchors with hidden states."""
     first, *others = (
         _exact_options(view, micro.rows, anchor) for view, anchor in zip(batch.views, run.anchors, strict=True)
     )
@@ -518,7 +524,7 @@ def score_micro(micro: Microbatch, batch: StepBatch, run: TrainingRun) -> FullSc
 
 
 def _exact_options(view: StepBatch, rows: slice, anchor: Anchor) -> dict[str, Any]:
-    """What a pass computes against an anchor over the vocabulary, where its hidden states were kept for these rows."""
+    """Scoring options for sums over the vocabulary against an anchor; empty if its hidden states were not kept."""
     hidden = next(micro.ref_hidden for micro in view.micros if micro.rows == rows)
     if hidden is None:
         return {}

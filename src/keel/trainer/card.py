@@ -43,7 +43,7 @@ _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
 
 
 def model_card(run: TrainingRun, state: State, about: Mapping[str, Any]) -> str:
-    """README.md of a checkpoint."""
+    """The text of a checkpoint's README.md."""
     from huggingface_hub import ModelCardData
 
     lora = is_lora(unwrap(run.policy.model))
@@ -85,14 +85,14 @@ def _penalties(run: TrainingRun, state: State) -> str:
 
 
 def _reference(run: TrainingRun) -> str:
-    """The reference's kind, with the name of a teacher in its place or beside it."""
+    """The kind of the reference, and the name of a teacher if there is one."""
     beside = None if run.teacher is None else run.teacher.reference
     teachers = [name for each in (run.reference, beside) if (name := getattr(each, "teacher", None)) is not None]
     return ", teacher ".join(["none" if run.reference is None else run.reference.kind, *teachers])
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name has the form owner/name and is no local folder."""
+    """Whether a model's name has the form owner/name and is not a local folder."""
     return bool(_HUB_NAME.fullmatch(name)) and not Path(name).expanduser().exists()
 
 

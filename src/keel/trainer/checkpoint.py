@@ -1,8 +1,9 @@
 """Checkpoints: all state for an exact resume, written atomically.
 
-`checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card; `trainer/` inside it
-holds the rest. It is written to a temporary folder, synced to disk and renamed: a folder called `step-N` is complete.
-`trainer/state.json` records the sha256 of every file, so a changed file is reported by name (`integrity.py`).
+`checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card. Its subfolder `trainer/`
+holds the remaining state. A checkpoint is written to a temporary folder, synced to disk and renamed, so a folder called
+`step-N` is complete. `trainer/state.json` records the sha256 of every file, so that a changed file is reported by name
+(`integrity.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from keel.trainer.pending import load_pending, save_pending
 from keel.trainer.state import State, TrainingRun
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
-MOMENTS = "optimizer"  # a folder of torch.distributed.checkpoint, if moments are sharded
+MOMENTS = "optimizer"  # folder for torch.distributed.checkpoint, if moments are sharded
 _NAME = re.compile(r"step-(\d+)")
 _TEMPORARY = ".writing-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
-    """Write `step-N` atomically. A failure (such as a full disk) raises a KeelError; earlier checkpoints stay.
+    """Write `step-N` atomically. A failure, such as a full disk, raises a KeelError and keeps earlier checkpoints.
 
     All processes must call this: sharded weights are gathered, and rank 0 writes them.
     """
@@ -67,7 +68,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             (temporary / TRAINER).mkdir(parents=True)
     world.barrier()
     weights = full_state_dict(model, wanted=world.is_main)
-    with _saving(target, temporary, (OSError,)):  # other errors here come from a process that ended
+    with _saving(target, temporary, (OSError,)):  # a RuntimeError here means that another process has ended
         optimizer = optimizer_state(run.optimizer, model, temporary / TRAINER / MOMENTS)
     references = {name: _reference_state(reference) for name, reference in _references(run).items()}
     if world.is_main:
@@ -77,7 +78,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             save_pending(temporary / TRAINER, run, state)
             _save_trainer(temporary / TRAINER, state, optimizer, references, newest(folder))
             _flush(temporary)
-            if target.exists():  # after a rollback a step is saved again
+            if target.exists():  # a step is saved again after a rollback
                 shutil.rmtree(target)
             temporary.rename(target)
             _flush_folder(folder)
@@ -89,7 +90,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
 def _saving(
     target: Path, temporary: Path, kinds: tuple[type[Exception], ...] = (OSError, RuntimeError)
 ) -> Iterator[None]:
-    """Turn a failed save into a KeelError and remove its files; torch reports a failed write as RuntimeError."""
+    """Convert errors of a save to KeelError and remove its files. torch reports a failed write as RuntimeError."""
     try:
         yield
     except kinds as error:
@@ -101,9 +102,9 @@ def _saving(
 
 
 def full_state_dict(model: nn.Module, *, wanted: bool = True) -> dict[str, Tensor] | None:
-    """The gathered weights of a sharded model on the CPU, of processes with `wanted`; None for other models.
+    """The weights of a sharded model, gathered on the CPU of processes with `wanted`; None for other models.
 
-    Adapters are never sharded and are all that is saved of a LoRA model.
+    A LoRA model is not gathered, because only its adapters are saved, and these are never sharded.
     """
     if not is_sharded(model) or is_lora(model):
         return None
@@ -113,21 +114,39 @@ def full_state_dict(model: nn.Module, *, wanted: bool = True) -> dict[str, Tenso
 
 
 def save_weights(folder: Path, model: Any, tokenizer: Any, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Save in transformers' format, or the trained adapter alone in peft's.
+    """Save the model in transformers' format, or only the trained adapter in peft's format.
 
-    The config keeps the model's own dropout values, although training switches dropout off. `weights` are the gathered
-    weights of a sharded model.
+    The config keeps the model's original dropout values, although training disables dropout. `weights` are the
+    gathered weights of a sharded model.
     """
     inner = unwrap(model)
-    chosen: dict[str, Any] = {"selected_adapters": [inner.active_adapters[0]]} if is_lora(inner) else {}
-    if weights is not None:
-        chosen["state_dict"] = dict(weights)
+    chosen: dict[str, Any] = {}
+    if is_lora(inner):
+        chosen["selected_adapters"] = [inner.active_adapters[0]]
+    elif weights is not None or next(inner.parameters()).is_cuda:
+        chosen["state_dict"] = state_dict_on_cpu(inner) if weights is None else dict(weights)
     try:
         with no_progress_bars(), original_dropout(inner):
             inner.save_pretrained(str(folder), **chosen)
     except SafetensorError as error:  # safetensors raises its own type for a full disk
         raise OSError(str(error)) from error
     tokenizer.save_pretrained(str(folder))
+
+
+def state_dict_on_cpu(model: nn.Module) -> dict[str, Tensor]:
+    """The weights in main memory. Tied weights are stored once.
+
+    transformers clones weights that share a storage where they are. The sampler lets projections share one, and a GPU
+    may have no room for the clones.
+    """
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    state: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = tensor.cpu()
+        state[name] = copies[key]
+    return state
 
 
 @contextmanager
@@ -146,7 +165,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that is renamed to `target` at the end; a failed write raises a KeelError."""
+    """Yield a temporary folder and rename it to `target` at the end. A failed write raises a KeelError."""
     temporary = target.parent / f"{_TEMPORARY}{target.name}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -186,13 +205,13 @@ def _save_trainer(
 
 
 def _references(run: TrainingRun) -> dict[str, Reference]:
-    """What the policy is held near, by the name of its entry and its file."""
+    """The references of all anchors. A name is used for the entry in the record and for the file."""
     named = {"reference": run.reference, "teacher": None if run.teacher is None else run.teacher.reference}
     return {name: reference for name, reference in named.items() if reference is not None}
 
 
 def _reference_state(reference: Reference) -> dict[str, Any]:
-    """A reference's state; the state of a user's reference, which may have any form, is stored under `own`."""
+    """A reference's state. The state of a user's own reference may have any form and is stored under `own`."""
     state = reference.state_dict()
     if {"kind", "fingerprint", "moves"} <= state.keys():
         return state
@@ -200,10 +219,10 @@ def _reference_state(reference: Reference) -> dict[str, Any]:
 
 
 def _save_reference(folder: Path, name: str, reference_state: Mapping[str, Any], previous: Path | None) -> None:
-    """Save a reference; if it has not moved since the last checkpoint, hard-link that checkpoint's file.
+    """Save a reference. If it has not changed since the last checkpoint, hard-link that checkpoint's file.
 
-    A damaged file is not linked: its new checksum would hide the damage. Nor is one without weights, which is small:
-    damage to it then costs one checkpoint.
+    A damaged file is not linked, because its new checksum would hide the damage. A file without weights is small and is
+    not linked either, so that damage to it affects only one checkpoint.
     """
     path = folder / f"{name}.pt"
     if reference_state.get("weights") and previous is not None and (before := read_record(previous)) is not None:
@@ -222,7 +241,7 @@ def _save_reference(folder: Path, name: str, reference_state: Mapping[str, Any],
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> State:
-    """Restore everything but the weights, which the model was built from; a reference that differs raises an error."""
+    """Restore all state except the weights, with which the model was built. Raises if the reference differs."""
     if run.queue is not None:
         run.queue.clear()
     record = _record_of(folder)
@@ -253,9 +272,9 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
 
 
 def restore_weights(folder: Path, model: Any) -> None:
-    """Load the checkpoint's weights into a model in place; optimizer, engine and reference keep their tensors.
+    """Load the checkpoint's weights into a model in place, because optimizer, engine and reference use its tensors.
 
-    The full model is first loaded on the CPU by its own class, so that names and tied weights match the saved ones.
+    The checkpoint is first loaded on the CPU by the model's own class, so that names and tied weights match.
     """
     inner = unwrap(model)
     if is_lora(inner):
@@ -287,7 +306,7 @@ def rewrite_state(folder: Path, state: State) -> None:
 
 
 def replace_reference(folder: Path, reference: Reference) -> None:
-    """Rewrite a checkpoint's reference as a separate file, if its fingerprint matches the checkpoint's record."""
+    """Rewrite a checkpoint's reference as a separate file, if the given one has the recorded fingerprint."""
     name, reference_state = f"{TRAINER}/{REFERENCE}", _reference_state(reference)
     record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     if (record["reference"] or {}).get("fingerprint") != reference_state["fingerprint"]:
@@ -296,7 +315,7 @@ def replace_reference(folder: Path, reference: Reference) -> None:
     torch.save(dict(reference_state), fresh)
     record["files"][name] = fresh.stat().st_size
     text = with_checksums(record, {**saved_checksums(folder), name: checksum(fresh)})
-    fresh.replace(folder / name)  # after a kill here the checkpoint is still damaged, as before
+    fresh.replace(folder / name)  # if killed here, the checkpoint stays damaged and can be repaired again
     write_atomic(folder / RECORD, text)
 
 
@@ -311,7 +330,7 @@ def _record_of(folder: Path) -> dict[str, Any]:
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types
+    except Exception as error:  # torch's errors have no common base class
         raise KeelError(
             f"{path} cannot be read ({type(error).__name__}): put the file back, or move its checkpoint away"
         ) from error
@@ -324,7 +343,7 @@ def saved_state(folder: Path) -> State | None:
 
 
 def last_good(folder: Path, confirmed: int) -> Path | None:
-    """The newest checkpoint whose step had no violation, confirmed by the next step; or the start."""
+    """The newest checkpoint whose step had no violation and was confirmed by the next step, or the start; or None."""
     return next(iter(good_checkpoints(folder, confirmed)), None)
 
 
@@ -339,9 +358,9 @@ def good_checkpoints(folder: Path, confirmed: int) -> Iterator[Path]:
 def newest_intact(
     folder: Path, repair: Callable[[Path, list[Damage]], bool] | None = None
 ) -> tuple[Path | None, list[tuple[Path, Damage]]]:
-    """The newest checkpoint without damage, and the damaged ones after it with their first damage.
+    """The newest checkpoint without damage, and the newer, damaged checkpoints with the first damage of each.
 
-    `repair` tries to repair a damaged checkpoint and returns whether it did.
+    `repair` tries to repair a damaged checkpoint and returns whether it succeeded.
     """
     damaged: list[tuple[Path, Damage]] = []
     for path in reversed(step_folders(folder)):
@@ -358,13 +377,13 @@ def quarantine(path: Path) -> Path:
 
 
 def quarantine_path(path: Path) -> Path:
-    """The path that `quarantine` uses: `damaged-step-N`, with a number if it exists already."""
+    """The path that `quarantine` uses: `damaged-step-N`, with a number if that path exists."""
     names = (f"damaged-{path.name}{'' if number == 1 else f'-{number}'}" for number in count(1))
     return next(candidate for name in names if not (candidate := path.with_name(name)).exists())
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints past `step`, damaged ones too."""
+    """Remove all checkpoints after `step`, including damaged ones."""
     for path in step_folders(folder):
         if step_of(path) > step:
             _remove(path)
@@ -372,12 +391,12 @@ def drop_after(folder: Path, step: int) -> None:
 
 def _remove(path: Path) -> None:
     doomed = path.parent / f"{_TEMPORARY}old-{path.name}"
-    path.rename(doomed)  # an interrupted removal must not look like a checkpoint
+    path.rename(doomed)  # rename first, so that an interrupted removal does not leave a partial checkpoint
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The folders called `step-N`, oldest first, damaged or not."""
+    """All folders called `step-N`, including damaged ones, oldest first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -399,20 +418,21 @@ def step_of(path: Path) -> int:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """`trainer/state.json` if every file has its recorded size, else None; `find_damage` also checks contents."""
+    """`trainer/state.json`, or None if a file lacks its recorded size. `find_damage` also checks contents."""
     try:
         record: dict[str, Any] = json.loads((path / TRAINER / STATE).read_text(encoding="utf-8"))
         intact = all((path / name).stat().st_size == size for name, size in record["files"].items())
         intact = intact and isinstance(record["state"], dict)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may hold any JSON
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the file may contain any JSON
         return None
     return record if intact else None
 
 
 def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
-    """Remove temporary folders of interrupted saves; with `keep`, all but the last `keep` checkpoints and `also`.
+    """Remove temporary folders of interrupted saves. With `keep`, also remove old checkpoints.
 
-    Only intact checkpoints count, so the last one is never removed.
+    The last `keep` intact checkpoints and those in `also` stay. Damaged checkpoints do not count, so the last intact
+    one is never removed.
     """
     for leftover in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -446,7 +466,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """fsync every file and folder, before the rename makes them a checkpoint."""
+    """fsync every file and folder. Call it before the rename."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb+") as file:
@@ -458,7 +478,7 @@ def _flush(folder: Path) -> None:
 def _flush_folder(folder: Path) -> None:
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # a system that cannot open folders
+    except OSError:  # some systems cannot open folders
         return
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Measure the final policy: no later step sees the effect of the last update."""
+"""Measure the final policy, because no later step measures the effect of the last update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
     """Measure the current policy's KL on the rollouts of the next step.
 
     `state` and the random states are unchanged, so a run that is extended later samples the same rollouts. Without a
-    reference only the weights are checked for NaN and infinity.
+    reference, the weights are only checked for NaN and infinity.
     """
     finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
     if run.world.any(not finite):

@@ -1,6 +1,6 @@
-"""Guards: non-finite numbers, gradient spikes, an exceeded KL budget, rewards without signal.
+"""Guards against non-finite numbers, gradient spikes, an exceeded KL budget and rewards without signal.
 
-Everything here is arithmetic on a step's numbers; `rollback.py` carries out the actions.
+This module only computes on a step's numbers; `rollback.py` carries out the actions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.state import State
 
-NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and the minimum for a limit
-P95_FACTOR = 2.0  # the 95th percentile may be this many times the budget of the mean
+NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and how many a limit needs
+P95_FACTOR = 2.0  # limit of the 95th percentile, as a multiple of the limit of the mean
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class GuardViolation:
 
 
 def budget_metric(metrics: Mapping[str, float], unit: str) -> str | None:
-    """The budget's metric: KL per sequence, or per token (exact if computed, else k3); None if not measured."""
+    """The budget's metric: KL per sequence, or per token (exact if computed, otherwise k3); None if not measured."""
     names = ["kl/policy_ref/sequence"] if unit == "per_sequence" else ["kl/policy_ref/exact", "kl/policy_ref/k3"]
     return next((name for name in names if f"{name}/mean" in metrics), None)
 
 
 def may_roll_back(options: GuardOptions, budget: KLBudget | None) -> bool:
-    """Whether a guard may roll back, so that the start needs a checkpoint."""
+    """Whether a guard may roll back. If so, the run needs a checkpoint at its start."""
     broken = budget is not None and budget.action == "rollback"
     return options.max_rollbacks > 0 and (broken or options.on_nans == "rollback")
 
 
 def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | None:
-    """Describe how the budget T is exceeded: mean above T, p95 above 2T, or NaN; None if it is kept."""
+    """Describe how the budget T is exceeded (mean above T, p95 above 2T, or NaN); None if it is not exceeded."""
     name = None if budget is None else budget_metric(metrics, budget.unit)
     if budget is None or name is None:
         return None
@@ -62,7 +62,7 @@ def over_budget(metrics: Mapping[str, float], budget: KLBudget | None) -> str | 
 def find_violation(
     state: State, metrics: Mapping[str, float], options: GuardOptions, budget: KLBudget | None = None
 ) -> GuardViolation | None:
-    """The most severe violation of a finished step, or None; warnings rank last."""
+    """The most severe violation of a finished step, or None. Warnings are the least severe."""
     violations = []
     if state.consecutive_skips >= options.max_consecutive_nans:
         spikes = state.spike_skips == state.consecutive_skips
@@ -89,7 +89,7 @@ def final_violation(
 
 
 def spike_limit(norms: Sequence[float], limits: GuardLimits) -> float | None:
-    """`grad_spike` × the median of the last norms; None below `MIN_NORMS` norms."""
+    """`grad_spike` × the median of the last norms; None with fewer than `MIN_NORMS` norms."""
     return limits.grad_spike * statistics.median(norms) if len(norms) >= MIN_NORMS else None
 
 
@@ -120,8 +120,9 @@ def next_guard_state(
     constant: bool,
     silent: bool,
 ) -> State:
-    """Update the guards' state. `constant`: all rewards of the step were equal; `silent`: no group's rewards differed.
+    """Update the guards' state.
 
+    `constant` means that all rewards of the step were equal; `silent` means that rewards were equal within every group.
     Only norms of applied updates count, so that skipped spikes do not raise the median. The metrics of step N describe
     the weights after N − 1 updates, so a good step N confirms `step-{N−1}`.
     """
@@ -140,7 +141,7 @@ def next_guard_state(
 
 
 def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str]]:
-    """(kind, message) when the steps without signal reach `guards.constant_steps`."""
+    """Events (kind, message) when the number of steps without signal reaches `guards.constant_steps`."""
     limit = options.constant_steps
     if not limit:
         return []
@@ -182,7 +183,7 @@ def sampler_events(
 def tool_error_event(
     metrics: Mapping[str, float], completions: Sequence[Completion], limits: GuardLimits
 ) -> dict[str, str] | None:
-    """The fields of an event if most tool calls of a step failed: their share and the first error."""
+    """The fields of an event if most tool calls of a step failed: the share of failed calls and the first error."""
     share = metrics.get("tool/error_fraction", 0.0)
     if share <= limits.tool_errors:
         return None
@@ -214,7 +215,7 @@ def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | N
 
 
 def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | None) -> dict[str, Any]:
-    """A skipped batch, for inspection: one record per completion, and all metrics."""
+    """The record of a skipped batch, for inspection: one entry per completion, and all metrics."""
     rows, completions = batch.rows, []
     row = 0
     for group in batch.groups:
@@ -248,7 +249,7 @@ def _row(values: Tensor | None, row: int, length: int) -> Any:
 
 
 def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The guards' findings of a finished run, from its events: its stop and its rollbacks."""
+    """The findings of the guards in a finished run: its stop and its rollbacks, read from the run's events."""
     stops = [event for event in events if event.get("kind") == "stop"]
     rollbacks = [event for event in events if event.get("kind") == "rollback"]
     findings = []
@@ -262,12 +263,12 @@ def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _message(event: Mapping[str, Any]) -> str:
-    """An event's message, or a placeholder: files may be edited or truncated."""
+    """An event's message, or a placeholder if it is missing: files may be edited or truncated."""
     return str(event.get("message") or f"{event.get('kind')} at step {event.get('step', '?')}, without a message")
 
 
 def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last stop, rollback or resume; a resumed run no longer counts as stopped."""
+    """The last stop, rollback or resume. A run that was resumed does not count as stopped."""
     return next((event for event in reversed(events) if event.get("kind") in ("stop", "rollback", "resume")), None)
 
 

@@ -1,7 +1,8 @@
 """Detect damage in a saved folder, by a sha256 of every file and of the record that lists them.
 
-The record is written last: `trainer/state.json` of a checkpoint, `warmstart.json` of a warm start, `checksums.json` of
-a model of `keel sft`. It is a single file, so it can be replaced atomically together with its own checksum.
+The record is `trainer/state.json` in a checkpoint, `warmstart.json` in an SFT warm start and `checksums.json` in a
+model of `keel sft`. It is written last. It is a single file that includes its own checksum, so that it can be replaced
+atomically.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # the saved 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file of a saved folder, and what is wrong with it."""
+    """A damaged file of a saved folder, and a description of the damage."""
 
     file: str
     why: str
@@ -49,7 +50,7 @@ def checksums(folder: Path) -> dict[str, str]:
 
 
 def with_checksums(record: Mapping[str, Any], sums: Mapping[str, str]) -> str:
-    """A record as JSON with the checksums of its folder's files and its own."""
+    """A record as JSON, with the checksums of the folder's files and of the record itself."""
     plain = json.loads(json.dumps({**record, _CHECKSUMS: dict(sums)}))
     plain.pop(_RECORD_CHECKSUM, None)
     return json.dumps({**plain, _RECORD_CHECKSUM: _digest(plain)}, indent=1)
@@ -66,7 +67,7 @@ def saved_checksums(folder: Path) -> dict[str, str]:
 
 
 def saved_record(folder: Path) -> dict[str, Any] | None:
-    """A folder's record without checking the files that it lists; None if it is missing or damaged."""
+    """A folder's record; None if it is missing or damaged. The listed files are not checked."""
     name = _record_name(folder)
     record = None if name is None else _read_json(folder / name)
     return None if not isinstance(record, dict) or _wrong_record(record) is not None else record
@@ -75,8 +76,8 @@ def saved_record(folder: Path) -> dict[str, Any] | None:
 def find_damage(folder: Path, *, record: str | None = None, model_only: bool = False) -> list[Damage]:
     """List the missing and changed files of a saved folder, and unexpected ones that would be loaded.
 
-    `model_only` skips trainer/. An existing file that cannot be read (a network share, a permission) raises an error
-    and does not count as damaged: it may be intact. A folder without a record cannot be checked.
+    `model_only` skips trainer/. A file that exists but cannot be read (network share, permissions) raises an error: it
+    is not reported as damaged, because it may be intact. A folder without a record cannot be checked.
     """
     name = record or _record_name(folder)
     if name is None:
@@ -111,7 +112,7 @@ def _read_json(path: Path) -> Any:
     """The contents of a JSON file; None if it is missing or invalid."""
     try:
         return json.loads(path.read_bytes())
-    except (*_GONE, ValueError):  # ValueError: neither text nor JSON
+    except (*_GONE, ValueError):  # ValueError: the file is not text or not JSON
         return None
     except OSError as error:
         raise _cannot_read(path, error) from error
@@ -125,13 +126,13 @@ def _cannot_read(path: Path, error: OSError) -> KeelError:
 
 
 def _wrong_record(record: Mapping[str, Any]) -> str | None:
-    """What is wrong with a record, or None."""
+    """Describe the error in a record; None if there is none."""
     fine = isinstance(record.get(_CHECKSUMS), dict) and record.get(_RECORD_CHECKSUM) == _digest(record)
     return None if fine else "has changed since it was saved (its own sha256 differs)"
 
 
 def _difference(path: Path, saved: str) -> str | None:
-    """What is wrong with a file that was saved with this sha256, or None."""
+    """Describe how a file differs from the sha256 `saved`; None if it does not."""
     try:
         return None if checksum(path) == saved else "has changed since it was saved (its sha256 differs)"
     except _GONE:
@@ -141,7 +142,7 @@ def _difference(path: Path, saved: str) -> str | None:
 
 
 def _not_saved(folder: Path, saved: Collection[str], model_only: bool) -> list[Damage]:
-    """Files that were added later and would be loaded; folders that Keel did not write are ignored."""
+    """Files that were added later and would be loaded. Folders that Keel did not write are ignored."""
     folders = {Path(file).parent for file in saved} | {Path(), Path(_TEMPLATES)}
     folders -= {Path(TRAINER)} if model_only else set()
     unexpected = []

@@ -1,4 +1,4 @@
-"""The training loop: when to evaluate, checkpoint and log, and how a run ends."""
+"""The training loop: it decides when to evaluate, checkpoint and log, and ends the run."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ from keel.trainer.step0 import Step0Mismatch, step0_differences
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]
 MAX_SKIPPED_FILES = 20  # largest number of skipped batches kept for inspection
-DUPLICATE_SIGNAL_S = 3.0  # a second signal within this time is a copy, which torchrun sends to every process
+DUPLICATE_SIGNAL_S = 3.0  # torchrun repeats a signal to every process; a second one within this time is ignored
 ROLLOUT_GROUPS = 2  # groups per step in rollouts.jsonl
 
 
 @dataclass
 class TrainingJob:
-    """A run with its directory, loggers and cadence. `evaluate` returns one record per task, the trained one first.
+    """A run with its directory, loggers and intervals. `evaluate` returns one record per task, the trained task first.
 
-    `final_kl` is the KL of the final policy. `active_alarms` are the kinds of events of the last step; an alarm is
-    logged when it begins, not at every step.
+    `final_kl` is the KL of the final policy. `active_alarms` are the kinds of events in the last step. An alarm is
+    logged only when it begins.
     """
 
     run: TrainingRun
@@ -79,9 +79,9 @@ class TrainingJob:
 
 
 class Interrupt:
-    """Stores a signal until the step is done; a second one ends the program at once.
+    """Stores a signal until the step is done. A second signal ends the program at once.
 
-    A signal within `duplicate_s` of the first is ignored: torchrun passes the same signal on.
+    A signal within `duplicate_s` of the first is ignored, because torchrun repeats the first signal.
     """
 
     def __init__(self, duplicate_s: float = 0.0) -> None:
@@ -97,19 +97,19 @@ class Interrupt:
     def on_any_rank(self, world: World) -> bool:
         """Whether any process received a signal; the signal is then stored on all processes."""
         first = next((number for number in world.all_gather(self.signal) if number is not None), None)
-        if first is not None and self.signal is None:  # this process may have received one during the gather
+        if first is not None and self.signal is None:  # a signal may have arrived here during the gather
             self.signal, self.received_at = first, time.monotonic()
         return first is not None
 
     @property
     def status(self) -> int:
-        """The exit status a shell expects: 128 + the signal's number."""
+        """The exit status by shell convention: 128 + the signal's number."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Defer Ctrl-C and SIGTERM to the end of the step; no effect outside the main thread."""
+    """Defer Ctrl-C and SIGTERM to the end of the step. This has no effect outside the main thread."""
     interrupt = Interrupt(DUPLICATE_SIGNAL_S if process_count() > 1 else 0.0)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
@@ -123,7 +123,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 
 def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
-    """Train from `state` to the last step, a guard's stop, or a signal. Save before a failed evaluation raises."""
+    """Train from `state` until the last step, a guard's stop or a signal. If an evaluation fails, save, then raise."""
     guards, budget, world = job.run.guards, job.run.kl.budget, job.run.world
     began, before = time.monotonic(), state.wall_s
     if state.step == 0 and state.evaluated_at is None:
@@ -154,7 +154,7 @@ def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
             job.loggers.event(violation.code, step=state.step, message=violation.message)
         if last and (
             violation is None or violation.action == "warn"
-        ):  # no later step sees the effect of the last update
+        ):  # no later step measures the effect of the last update
             violation = final_violation(state.step, _measure_final(job, state), guards, budget)
             if violation is not None and not state.over_budget:
                 job.loggers.event(violation.code, step=state.step, message=violation.message)
@@ -189,7 +189,7 @@ def _step(job: TrainingJob, state: State) -> Step:
         if not job.run.optimizer.stepped and job.saved_at != state.step:
             try:
                 _save_if_single_process(job, state)
-            except KeelError as failed:  # the memory error below matters more
+            except KeelError as failed:  # raise the memory error instead, which is the cause
                 job.loggers.event("checkpoint/failed", step=state.step, message=str(failed))
         raise
 
@@ -225,7 +225,7 @@ def _at_checkpoint(job: TrainingJob, state: State) -> State:
 
 
 def _is_new(violation: GuardViolation, before: State, state: State, guards: GuardOptions) -> bool:
-    """Whether a violation has just begun and must be logged; actions other than `warn` log themselves."""
+    """Whether a violation has just begun and must be logged here. Actions other than `warn` log it themselves."""
     if violation.code == "kl/over-budget":
         return not before.over_budget
     return violation.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans
@@ -235,7 +235,7 @@ def _measure_final(job: TrainingJob, state: State) -> Mapping[str, float]:
     """Measure the final policy, for the guards, the summary and the doctor."""
     wait_for_sampler(job.run, state)
     measured = measure_final(job.run, state)
-    job.failures()  # drop failures of rewards that are not used
+    job.failures()  # discard reward failures, because these rewards are not used
     job.final_kl = {name: value for name, value in measured.items() if name.startswith("kl/policy_ref/")}
     name = budget_metric(measured, "per_token")
     if name is not None:
@@ -279,7 +279,7 @@ def save(job: TrainingJob, state: State) -> None:
 
 
 def _save_if_single_process(job: TrainingJob, state: State) -> None:
-    """Save after an error, unless there are several processes: the error may concern only this one."""
+    """Save after an error, but not with several processes, because the error may be on this one only."""
     if job.run.world.size == 1:
         save(job, state)
 
@@ -289,7 +289,7 @@ def _due(step: int, every: int) -> bool:
 
 
 def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
-    """Log a step: all metrics (also of a skipped step), a few rollouts, alarms and failed rewards."""
+    """Log a step: all metrics (even if it was skipped), a few rollouts, alarms and failed rewards."""
     engine_events = job.run.world.all_gather(job.run.engine.events())
     if not job.run.world.is_main:
         job.failures()
@@ -325,7 +325,7 @@ def _log_engine(job: TrainingJob, state: State, events: Sequence[Sequence[tuple[
 
 
 def _log_skipped(job: TrainingJob, step: Step, state: State) -> None:
-    """Log why an update was skipped, and save the batch, up to `MAX_SKIPPED_FILES`."""
+    """Log why an update was skipped, and save the batch; at most `MAX_SKIPPED_FILES` batches are saved."""
     spike = step.metrics["guard/nonfinite"] == 0.0
     first = None if spike else first_nonfinite(step.batch.rows, step.metrics, job.run.optimizer.nonfinite)
     reason = "the gradient was a spike" if spike else f"the {first or 'gradient norm'} is not finite"

@@ -32,9 +32,9 @@ _LOGGED = {"tool/calls": "tool/calls_mean", "turn/count": "turn/count_mean"}
 
 
 class Clock:
-    """Seconds by phase. On a GPU `score` returns before its kernels end, so CUDA events separate it from `update`.
+    """Measures seconds per phase. On a GPU `score` returns before its kernels end, so CUDA events time it.
 
-    Phases are those of the main thread: with a `queue`, `rollout` is the wait for the sampling thread.
+    Phases are those of the main thread. With a `queue`, `rollout` is the time spent waiting for the sampling thread.
     """
 
     def __init__(self, device: torch.device, queue: RolloutQueue | None = None) -> None:
@@ -73,7 +73,7 @@ class Clock:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Peak memory in GiB: of the GPU if there is one, else of the process."""
+    """Peak memory in GiB, of the GPU if there is one, otherwise of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -81,7 +81,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) -> dict[str, Metric]:
-    """Metrics of a step that are computed on the device, after all microbatches of an iteration."""
+    """The metrics of a step that are computed on the device, after all microbatches of an iteration."""
     assert batch.rejected is not None
     penalty = sum(batch.mean(view.penalty.double()) for view in batch.views if view.penalty is not None)
     shaped = {
@@ -121,7 +121,7 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
 
 
 def measure_anchor(view: StepBatch, anchor: Anchor) -> dict[str, Number]:
-    """The rollout's policy against an anchor, in its view of the batch, by the names of the reference."""
+    """Compare the rollout's policy with an anchor, in its view of the batch. Metric names are the reference's."""
     rows, scores, where = view.rows, view.scores, view.actions
     if rows.ref_logp is None:
         return {}
@@ -141,7 +141,7 @@ def measure_anchor(view: StepBatch, anchor: Anchor) -> dict[str, Number]:
 def sample_weights(batch: StepBatch) -> Tensor | None:
     """Importance weights w = π_old/μ `[B, T]` for off-policy samples; None if the old policy drew the samples.
 
-    The limits of `loss.mismatch` are not applied, since they would bias the mean.
+    The limits of `loss.mismatch` are not applied, because they would bias the mean.
     """
     rows = batch.rows
     assert rows.old_logp is not None
@@ -150,7 +150,7 @@ def sample_weights(batch: StepBatch) -> Tensor | None:
 
 
 def measure_filters(batch: StepBatch) -> dict[str, Metric]:
-    """The probability that top-p, top-k and min-p keep at the visited states, if the engine reports it."""
+    """The probability mass that top-p, top-k and min-p keep at the sampled tokens, if the engine reports it."""
     rows = batch.rows
     if rows.filtered_logp is None or not {"sample_logp", "filtered_logp"} <= batch.reported:
         return {}
@@ -203,7 +203,7 @@ def describe_groups(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def describe_tasks(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """Of each task of a mixture: its share of the groups, their mean reward, and the share whose rewards differ."""
+    """For each task of a mixture: its share of the groups, mean reward, and share of groups with differing rewards."""
     metrics: dict[str, float] = {}
     for label in task.labels() if len(task.labels()) > 1 else ():
         own = [group for group in groups if task.label(group.problem) == label]
@@ -215,7 +215,7 @@ def describe_tasks(task: Task, groups: Sequence[Group]) -> dict[str, float]:
 
 
 def describe_staleness(completions: Sequence[Completion], version: int) -> dict[str, float]:
-    """Policy updates between the weights that sampled and those being trained (`version`)."""
+    """The number of policy updates between the weights that sampled and the weights in training (`version`)."""
     ages = [0 if c.policy_version is None else version - c.policy_version for c in completions]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
@@ -232,9 +232,10 @@ def task_counts(task: Task, before: Mapping[str, float], world: World) -> dict[s
 
 
 def describe_episodes(completions: Sequence[Completion]) -> dict[str, float]:
-    """Counters of multi-turn episodes: means over episodes, and tool errors as a share of tool calls.
+    """Metrics of multi-turn episodes; empty for single turns.
 
-    `turn/unfinished_fraction` is the share of episodes that `rollout.max_turns` ended. Empty for single turns.
+    Counters are means over episodes, and tool errors are a share of tool calls. `turn/unfinished_fraction` is the share
+    of episodes that `rollout.max_turns` ended.
     """
     names = sorted({name for completion in completions for name in completion.counts})
     if not names:

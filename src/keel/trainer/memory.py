@@ -1,4 +1,4 @@
-"""Memory: how large a pass may be, and out-of-memory errors that name the phase and the option to change."""
+"""Memory: the largest possible pass, and out-of-memory errors that name the phase and the option to change."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from keel.trainer.batch import StepBatch
 from keel.trainer.optim import Optimizer
 from keel.trainer.state import TrainingRun
 
-# torch on a CPU, and libraries that torch calls, report it as a plain RuntimeError.
+# Without a GPU, and in libraries that torch calls, running out of memory is a plain RuntimeError.
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class Remedy(NamedTuple):
-    """An option that would reduce memory: its current value and a smaller one."""
+    """An option that reduces memory, with its current value and a smaller one."""
 
     option: str
     now: str
@@ -54,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_guard(phase: str, remedy: Callable[[], Remedy]) -> Iterator[None]:
-    """Convert out-of-memory errors to `OutOfMemory`; the message reads "out of memory in PHASE"."""
+    """Convert out-of-memory errors to `OutOfMemory`, with the message "out of memory in PHASE"."""
     try:
         yield
     except Exception as error:
@@ -83,14 +83,14 @@ def max_pass_tokens(
 ) -> int | None:
     """Tokens of the largest pass that fits in the GPU's free memory, measured on the model before training begins.
 
-    None on a CPU and for models that cannot be measured: then the option alone decides. `cached_tokens` is the number
-    of tokens whose hidden states are kept during a step.
+    None on a CPU and for models that cannot be measured; then only the option limits a pass. `cached_tokens` is the
+    number of tokens whose hidden states are kept during a step.
     """
     if loaded.device.type != "cuda" or getattr(body_of(loaded.model), "_compiled_call_impl", None):
         return None
     try:
         passes = measure_pass_bytes(loaded.model, autocast, shared_prefix=shared_prefix)
-    except Exception as error:  # a user's model may raise anything here and still train
+    except Exception as error:  # a user's model may raise anything here and may still be trainable
         return SMALLEST_PASS if is_out_of_memory(error) else None
     vocabulary, width = causal_lm(loaded.model).get_output_embeddings().weight.shape
     chunk = LOGIT_BYTES * vocabulary * default_chunk(vocabulary, loaded.device)
@@ -140,7 +140,7 @@ def evaluation_memory(run: TrainingRun, options: EvalOptions, step: int) -> Abst
 
 
 def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int) -> Remedy | None:
-    """Halve the largest pass while it holds the longest sequence; then gradient checkpointing; then None."""
+    """Halve the largest pass if the longest sequence still fits, else use gradient checkpointing, else None."""
     smaller = min(tokens, largest) // 2
     if smaller >= longest:
         return Remedy("optim.microbatch_tokens", f"{tokens}{_actual(largest, tokens)}", str(smaller))
@@ -150,7 +150,7 @@ def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int)
 
 
 def fewer_rows(rollout: RolloutOptions, rows: int) -> Remedy:
-    """Halve the completions sampled at a time; with only one, halve its length."""
+    """Halve the number of completions sampled at a time. If it is one, halve the length."""
     at_a_time = min(rollout.max_batch or rows, rows)
     if at_a_time == 1:
         return _shorter(rollout)

@@ -1,6 +1,6 @@
-"""The optimizer's state in a checkpoint: one file, or torch.distributed.checkpoint for sharded weights.
+"""The optimizer's state in a checkpoint: a single file, or torch.distributed.checkpoint for sharded weights.
 
-Both can be loaded on any number of processes.
+Both formats can be loaded on any number of processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from keel.trainer.optim import Optimizer
 
 
 def optimizer_state(optimizer: Optimizer, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """The state to write into one file; all processes write sharded moments to `folder`."""
+    """The state to write into one file. Sharded moments are written to `folder` by all processes."""
     state = optimizer.state_dict()
     sharded = is_sharded(model) and any(isinstance(p, DTensor) for p in optimizer.parameters)
-    if not sharded or not optimizer.inner.state:  # before the first update torch would create a state here
+    if not sharded or not optimizer.inner.state:  # without a state, get_optimizer_state_dict would create one
         return state
     moments = {"optimizer": get_optimizer_state_dict(model, optimizer.inner)}
     try:
@@ -37,7 +37,7 @@ def optimizer_state(optimizer: Optimizer, model: nn.Module, folder: Path) -> dic
 
 
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], folder: Path) -> None:
-    """Load the result of `optimizer_state`, sharded as the weights are now."""
+    """Load the result of `optimizer_state`, and shard it like the current weights."""
     if saved["inner"] is not None:
         optimizer.load_state_dict({**saved, "inner": _distributed_state(optimizer, saved["inner"])})
         return
@@ -49,7 +49,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 
 
 def _distributed_state(optimizer: Optimizer, inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard unsharded moments as their parameters are."""
+    """Shard unsharded moments like their parameters."""
     parameters = [p for group in optimizer.inner.param_groups for p in group["params"]]
 
     def like(parameter: Tensor, value: Any) -> Any:

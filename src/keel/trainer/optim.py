@@ -1,4 +1,4 @@
-"""The optimizer as a run uses it: schedule, clipping, a guard against non-finite gradients, offload."""
+"""The optimizer of a run, with schedule, clipping, a guard against non-finite gradients, and offload."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Schedule = Callable[[int], float]
 
 
 def constant(progress: float) -> float:
-    """The full rate throughout."""
+    """A constant factor of 1."""
     return 1.0
 
 
 def linear(progress: float) -> float:
-    """From 1 to 0 in a straight line."""
+    """Linear decay from 1 to 0."""
     return 1.0 - progress
 
 
 def cosine(progress: float) -> float:
-    """From 1 to 0 along half a cosine."""
+    """Cosine decay from 1 to 0."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -40,10 +40,11 @@ SCHEDULES: dict[str, Callable[[float], float]] = {"constant": constant, "linear"
 
 
 def build_schedule(options: OptimOptions, total_steps: int = 1, *, updates_per_step: int = 1) -> Schedule:
-    """A factor of the learning rate by update number: a linear warm-up, then the named schedule to `final_ratio`.
+    """The factor of the learning rate at each update: a linear warm-up, then the named schedule down to `final_ratio`.
 
-    The first update has a rate above 0, the last of the warm-up the full rate. A warm-up longer than the decay is
-    cut to end one step before it. The schedule counts the run's steps, so several updates per batch do not shorten it.
+    The first update has a rate above 0. The last update of the warm-up has the full rate. A warm-up longer than the
+    decay ends one step before the end of the decay. The schedule counts steps, so several updates per batch do not
+    shorten it.
     """
     course, warmup_steps = SCHEDULES[options.schedule], warmup_within(options, total_steps)
     total_steps = options.decay_steps or total_steps
@@ -91,10 +92,10 @@ def resolve_amp_dtype(options: OptimOptions, weights: torch.dtype, device: torch
 
 
 class Optimizer:
-    """A torch optimizer with a schedule and a guard against non-finite gradients. `step` makes one update, or skips it.
+    """A torch optimizer with a schedule and a guard against non-finite gradients. `step` makes or skips one update.
 
-    A non-finite loss or gradient norm skips optimizer and schedule: clipping does not remove NaN, and a NaN in the
-    moments never leaves them. `offload` keeps the moments on the CPU between updates.
+    A non-finite loss or gradient norm skips optimizer and schedule. Clipping does not remove NaN, and a NaN in the
+    moments is permanent. `offload` keeps the moments on the CPU between updates.
     """
 
     def __init__(
@@ -118,44 +119,44 @@ class Optimizer:
         scaled = amp_dtype == torch.float16 and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler(self.device.type) if scaled else None
         if self.scaler:
-            self.scaler.scale(torch.zeros((), device=self.device))  # a process without passes unscales too
+            self.scaler.scale(torch.zeros((), device=self.device))  # a process without passes also calls unscale_
         self.reset()
 
     def begin(self) -> None:
-        """Begin a step: reset what the guards record about its updates."""
+        """Begin a step: reset the records about its updates."""
         self.applied_norms: list[float] = []  # gradient norms of applied updates
         self.spiked = 0.0  # the largest norm above the spike limit
         self.nonfinite: str | None = None
         self.stepped = False  # whether weights, moments or loss scale may have changed in this step
 
     def reset(self) -> None:
-        """Reset the moments, as after a hard reset of the reference (ProRL)."""
+        """Reset the moments, for example after a hard reset of the reference (ProRL)."""
         options, groups = self.options, _parameter_groups(self.parameters, self.options.weight_decay)
         make = OPTIMIZERS[options.optimizer]
         self.inner = make(groups, self.device, lr=options.learning_rate, betas=options.betas, eps=options.eps)
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of the moments on the device during a pass; the first update allocates them."""
+        """Bytes of moments on the device during a pass. They are allocated by the first update."""
         sizes = (p.numel() * (1 if self.options.optimizer == "adamw8bit" else p.itemsize) for p in self.parameters)
         return 0 if self.options.offload else 2 * sum(sizes)
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update; rollbacks reduce `factor`."""
+        """The learning rate of the next update, including the reduction by rollbacks (`factor`)."""
         return self.learning_rate * self.schedule(self.updates) * self.factor
 
     def backward(self, loss: Tensor) -> None:
-        """Add the loss's gradient, scaled where fp16 needs it."""
+        """Accumulate the gradient of the loss; for fp16 the loss is scaled."""
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def step(
         self, info: Metrics | None = None, *, spike: float | None = None, skip_spike: bool = False
     ) -> dict[str, Metric]:
-        """One guarded update from the accumulated gradients; returns `info` and the update's metrics as Python numbers.
+        """Make one guarded update from the accumulated gradients; return `info` and the update's metrics as numbers.
 
         `info` holds the metrics of the accumulated passes, including `loss/total`. The guard decides on the host, so
-        this waits for the device once per update. A norm above `spike` is recorded; with `skip_spike` the update is
+        each update waits for the device once. A norm above `spike` is recorded. With `skip_spike`, such an update is
         skipped. `nonfinite` is set to the first parameter with a non-finite gradient.
         """
         self.stepped = True
@@ -200,7 +201,7 @@ class Optimizer:
         }
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over processes; a parameter that no process used keeps no gradient."""
+        """Sum gradients over processes. A parameter that no process used has no gradient afterwards either."""
         if self.world.size == 1:
             return
         replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
@@ -224,7 +225,7 @@ class Optimizer:
                     state[key] = value.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, the number of updates (the schedule's position) and the loss scale."""
+        """The moments, the number of updates (for the schedule) and the loss scale."""
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"inner": self.inner.state_dict(), "updates": self.updates, "rate": self.learning_rate, "scaler": scaler}
 
@@ -237,7 +238,7 @@ class Optimizer:
 
 
 def _count_writes(parameters: Iterable[nn.Parameter]) -> None:
-    """Increment the version counters of the weights: fused optimizers do not, and caches of weights depend on them."""
+    """Increment the weights' version counters. Caches of weights read them, and fused optimizers do not update them."""
     torch.autograd.graph.increment_version([p for p in parameters if not isinstance(p, DTensor)])
 
 

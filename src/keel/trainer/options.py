@@ -24,7 +24,7 @@ from keel.envs.options import TaskOptions
 
 
 class OptimOptions(Options):
-    """The optimizer and how a batch is split."""
+    """The optimizer, and the split of a batch into updates and passes."""
 
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
@@ -70,7 +70,7 @@ def check_optim(optim: OptimOptions) -> None:
 
 
 def warmup_within(optim: OptimOptions, total_steps: int) -> int:
-    """The steps of the warm-up: before a decay at most all but its last step, so that the rate reaches its peak."""
+    """The steps of the warm-up. It ends at least one step before a decay ends, so that the rate reaches its peak."""
     if optim.schedule == "constant":
         return optim.warmup_steps
     return min(optim.warmup_steps, (optim.decay_steps or total_steps) - 1)
@@ -94,7 +94,7 @@ class ParallelOptions(Options):
 
 
 class RayOptions(Options):
-    """What `keel train --on ray` places on the cluster."""
+    """The parts of a run that `keel train --on ray` places on the cluster."""
 
     trainers: PositiveInt = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
     samplers: NonNegativeInt = Field(
@@ -112,7 +112,7 @@ class RayOptions(Options):
 
 
 class GuardOptions(Options):
-    """What the loop does when numbers go wrong."""
+    """The actions of the loop on non-finite numbers, spikes and other faults."""
 
     max_consecutive_nans: PositiveInt = Field(
         default=5, description="Consecutive steps with a skipped update before on_nans applies."
@@ -142,7 +142,7 @@ class GuardOptions(Options):
 
 @dataclass(frozen=True)
 class GuardLimits:
-    """The limits of the guards; `doctor.thresholds` sets those of the same name.
+    """The limits of the guards. `doctor.thresholds` sets the limits of the same names.
 
     `keel doctor --verbose` and the reference of findings list units and reasons.
     """
@@ -158,7 +158,7 @@ class GuardLimits:
 
     @classmethod
     def of(cls, guards: GuardOptions, thresholds: Mapping[str, Any]) -> GuardLimits:
-        """The limits of a run: `guards.grad_spike`, and `doctor.thresholds`."""
+        """The limits of a run, from `guards.grad_spike` and `doctor.thresholds`."""
         given = {field.name: float(thresholds[field.name]) for field in fields(cls) if field.name in thresholds}
         return cls(**{"grad_spike": guards.grad_spike, **given})
 
@@ -201,5 +201,5 @@ class WarmstartOptions(Options):
 
     @property
     def optim(self) -> OptimOptions:
-        """The warm start's optimizer: the options that both sections share, and the defaults of `optim`."""
+        """The optimizer options of the warm start: shared options from this section, and defaults of `optim`."""
         return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

@@ -1,8 +1,8 @@
 """Sampling ahead: a thread collects the rollouts of later steps while the policy is updated.
 
-With `rollout.max_staleness` K, step m trains on rollouts of the weights at the start of step m − K, or of the run's (or
-a rollback's) first weights if those are newer. The rule counts steps, not time, so results do not depend on speed and a
-resumed run equals an uninterrupted one.
+With `rollout.max_staleness` K, step m trains on rollouts by the weights at the start of step m − K. If the run or a
+rollback began later, these are its first weights. The rule counts steps, not time. So results do not depend on speed,
+and a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from keel.base.world import SINGLE_PROCESS, World
 from keel.envs.curriculum import Curriculum
 from keel.rollout import Engine
 
-GRACE_S = 5.0  # for rollouts in flight when a run ends
+GRACE_S = 5.0  # seconds to wait for running rollouts when a run ends
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """The rollouts of one step: judged groups, the task's counters, and failed rewards.
+    """The rollouts of one step: judged groups, the task's counters and failed rewards.
 
     `draws` is the number of problems that the task drew in each round.
     """
@@ -42,14 +42,15 @@ class StepRollouts:
 
 
 class RolloutQueue:
-    """Samples later steps in order in one thread, which alone uses the engine until `wait_for_sampler`.
+    """Samples later steps in order in one thread. Until `wait_for_sampler`, only this thread uses the engine.
 
     `sample(attempt, step, curriculum)` collects the rollouts of one step; `take` passes their failures to `record`. A
     step is sampled with the weights and the curriculum at the time of its request. With `max_staleness` 1 the sampler
-    is idle then and syncs at once; above 1 it may still work on an earlier step, so the trained parameters are copied
-    on the policy's device.
-    All processes of `world` sample the same steps in the same order; through the threads' own connections
-    (`thread_world`) a step fails on all processes or on none.
+    is idle at that time and syncs at once. Above 1 it may still work on an earlier step, so the trained parameters are
+    copied on the policy's device.
+
+    All processes of `world` sample the same steps in the same order. The threads have their own connections
+    (`thread_world`), through which a step fails either on all processes or on none.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class RolloutQueue:
         self.engine, self.policy, self.max_staleness = engine, policy, max_staleness
         self.sample, self.record = sample, record
         self._jobs: SimpleQueue[tuple[int, Future[StepRollouts], Callable[[], StepRollouts]] | None] = SimpleQueue()
-        self._pending: dict[int, Future[StepRollouts]] = {}  # by step; a taken step stays until the next is taken
-        self._version: int | None = None  # the engine's weights after all queued jobs
+        self._pending: dict[int, Future[StepRollouts]] = {}  # per step; a taken step stays until the next is taken
+        self._version: int | None = None  # version of the engine's weights after all queued jobs
         self._thread: threading.Thread | None = None
         self._policy_copy: nn.Module | None = None
         self._error: BaseException | None = None
@@ -77,7 +78,7 @@ class RolloutQueue:
         self._last_started, self._start_lock = -1, threading.Lock()  # the last step that the thread started
 
     def take(self, attempt: int, step: int, version: int, curriculum: Curriculum) -> StepRollouts:
-        """Wait for the rollouts of this step; errors of the thread are raised here."""
+        """Wait for the rollouts of this step. Errors of the thread are raised here."""
         self._pending = {later: future for later, future in self._pending.items() if later >= step}
         if step not in self._pending:
             self._submit(attempt, range(step, step + 1), version, curriculum)
@@ -91,14 +92,14 @@ class RolloutQueue:
         self._submit(attempt, [later for later in steps if later not in self._pending], version, curriculum)
 
     def wait_for_sampler(self, version: int) -> None:
-        """Wait for all requested steps and sync the engine; the caller may then use it."""
+        """Wait for all requested steps and sync the engine. Afterwards the caller may use the engine."""
         wait(self._pending.values())
-        if version != self._version or self._error is not None:  # after an error the engine's weights are unknown
+        if version != self._version or self._error is not None:  # an error leaves the engine with unknown weights
             self.engine.sync(self.policy, version)
             self._version = version
 
     def ready(self, step: int) -> dict[int, StepRollouts]:
-        """The rollouts from `step` on that have been sampled, up to the first failure; for a checkpoint."""
+        """The finished rollouts from `step` on, up to the first failure, to be saved in a checkpoint."""
         wait(self._pending.values())
         rollouts: dict[int, StepRollouts] = {}
         for later in range(step, step + self.max_staleness):
@@ -109,14 +110,14 @@ class RolloutQueue:
         return rollouts
 
     def clear(self) -> None:
-        """Drop all rollouts, once steps that any process started have ended on all; the engine is then free."""
+        """Wait until all started steps have ended on all processes, then drop all rollouts. The engine is then free."""
         with self._start_lock:
             self._drop(max(self.world.all_gather(self._last_started)))
         wait(self._pending.values())
         self._pending, self._version, self._error, self._last_started = {}, None, None, -1
 
     def restore(self, rollouts: Mapping[int, StepRollouts], version: int) -> None:
-        """Continue with saved rollouts by step; the engine has the weights of `version`."""
+        """Continue with saved rollouts, given by step. The engine has the weights of `version`."""
         self._version = version
         self._pending = {step: _done(value) for step, value in rollouts.items()}
 
@@ -159,7 +160,7 @@ class RolloutQueue:
             self._thread.start()
 
     def _weights_for_thread(self, version: int) -> list[Tensor] | None:
-        """Sync the engine if it is idle, else return copies of the weights to sync later."""
+        """Sync the engine if it is idle. Otherwise return copies of the weights, to sync later."""
         if self.max_staleness == 1:
             self.engine.sync(self.policy, version)
             return None
@@ -190,7 +191,7 @@ class RolloutQueue:
         with self._clock:
             self._busy_since = time.perf_counter()
         try:
-            if self._error is not None:  # an earlier step's error is raised first
+            if self._error is not None:  # raise the error of an earlier step first
                 raise self._error
             with self.thread_world.fail_together():
                 rollouts = collect()
@@ -225,7 +226,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _copy_policy(policy: nn.Module) -> nn.Module:
-    """A copy of the policy with its own trained parameters; frozen tensors are shared."""
+    """A copy of the policy with copied trained parameters and shared frozen tensors."""
     trained = {id(parameter) for parameter in _trained(policy)}
     tensors = (*policy.parameters(), *policy.buffers())
     shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors if id(tensor) not in trained}

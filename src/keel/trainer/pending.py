@@ -1,6 +1,6 @@
 """Save rollouts that were sampled ahead in a checkpoint, so that a resumed run trains on the same ones.
 
-Problems are not saved, since JSON may not hold them: the task samples them again.
+Problems are not saved, because they may not be serialisable as JSON. The task samples them again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PENDING = "pending.json"
 
 
 def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
-    """Write `pending.json` with the rollouts after `state`; no file without a queue."""
+    """Write the rollouts after `state` to `pending.json`. Without a queue, no file is written."""
     if run.queue is None:
         return
     steps = [{"step": step, **_record(rollouts)} for step, rollouts in run.queue.ready(state.step).items()]
@@ -31,7 +31,7 @@ def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
 
 
 def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, StepRollouts]:
-    """The saved rollouts by step; empty if the attempt (after a rollback) or max_staleness has changed."""
+    """The saved rollouts by step; empty if max_staleness, or by a rollback the attempt, has changed."""
     path = folder / PENDING
     if run.queue is None or not path.exists():
         return {}

@@ -21,14 +21,14 @@ logger = logging.getLogger("keel")
 
 
 def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: bool = False) -> list[dict[str, Any]]:
-    """The first `groups` groups, one record a completion.
+    """Records of the first `groups` groups, one per completion.
 
     `prompt` is the model's input with system message, template and special tokens, without the `prompt_tokens_cut`
-    tokens removed by left truncation; `messages` are the task's.
+    tokens that left truncation removed. `messages` are the messages of the task's problem.
 
-    `tokens`, `action` and `kl` are parallel: a token's text, whether the policy sampled it (tool output and later user
-    turns are false), and log π − log p; `kl` is null if not measured. `policy_term` is false if only the KL penalty
-    trains the completion. `turns` describe the turns of an episode in order, see `Completion`.
+    `tokens`, `action` and `kl` have one entry per token: its text; whether the policy sampled it (false for tool output
+    and later user turns); and log π − log p, or null if not measured. `policy_term` is false if only the KL penalty
+    trains the completion. `turns` describe the turns of an episode in order; see `Completion`.
     """
     shown, kl, shaped = batch.groups[:groups], token_kl(batch), shaped_advantages(batch.rows)
     rows = sum(len(group.completions) for group in shown)
@@ -70,7 +70,7 @@ def rollout_records(batch: StepBatch, tokenizer: Any, *, groups: int, tracked: b
 def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Each token's text in the context of the token before it.
 
-    Word-level and SentencePiece tokenizers drop the leading space of a token decoded alone.
+    If a token is decoded alone, word-level and SentencePiece tokenizers drop its leading space.
     """
     alone = {token: tokenizer.decode([token]) for token in set(tokens)}
     texts = [alone[token] for token in tokens[:1]]
@@ -81,7 +81,7 @@ def token_texts(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
 
 
 def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int) -> list[dict[str, Any]]:
-    """Records of fixed held-out problems under fixed noise, to compare the start with the end of a run."""
+    """Records of fixed held-out problems, sampled with fixed noise, to compare the start and the end of a run."""
     groups = run.collect(problems, attempt=0, step=-1)
     batch = pack_step([_first(group, 2) for group in groups], run)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def tracked_records(run: TrainingRun, problems: Sequence[Problem], *, step: int)
 
 
 def _picture(task: Task, problem: Problem, text: str) -> str | None:
-    """The task's picture of an answer, or None; an error is only logged."""
+    """The task's picture of an answer, or None. An error is logged and not raised."""
     try:
         return task.picture(problem, text)
     except Exception as error:
@@ -111,7 +111,7 @@ def _first(group: Group, count: int) -> Group:
 
 
 def shaped_advantages(rows: Batch) -> torch.Tensor | None:
-    """Advantages `[B]` including those of a KL penalty in the reward."""
+    """Advantages `[B]`, including the part of a KL penalty in the reward."""
     if rows.advantages is None or rows.kl_advantages is None:
         return rows.advantages
     return rows.advantages + rows.kl_advantages

@@ -1,8 +1,8 @@
-"""Roll back to the last good checkpoint; safe against a kill at any time.
+"""Roll back to the last good checkpoint. The process may be killed at any time.
 
-`rollback.json` in the run directory records the decision. Every part of it can be repeated: log the event, set the
-abandoned lines aside, remove later checkpoints, rewrite the checkpoint's state (next attempt, lower learning rate). The
-file is removed last; a resume that finds it finishes the rollback first.
+`rollback.json` in the run directory records the decision. Each part of a rollback can be repeated: log the event, move
+the abandoned log lines, remove later checkpoints, rewrite the checkpoint's state (next attempt, lower learning rate).
+The file is removed last. If a resume finds it, the rollback is finished first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from keel.trainer.state import State, TrainingRun
 
 @dataclass(frozen=True)
 class Rollback:
-    """A decision to go back from a step to a checkpoint, and the state to continue with; `kind` is rollback or stop."""
+    """The decision to return from a step to a checkpoint, with the state to continue from. `kind`: rollback or stop."""
 
     kind: str
     from_step: int
@@ -62,7 +62,7 @@ def roll_back(
 def stop_at_last_good(
     directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
-    """Stop the run at the last good checkpoint. Attempt and learning rate stay, so other limits can resume it."""
+    """Stop at the last good checkpoint. Attempt and learning rate do not change, so the run can resume."""
     tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
     changes = {"attempt": state.attempt, "rollbacks": state.rollbacks, "lr_factor": state.lr_factor}
     outcome = f"the run stops{tried}"
@@ -122,7 +122,7 @@ def _decide(
 
 
 def _intact_target(directory: RunDirectory, loggers: MultiLogger, state: State) -> Path | None:
-    """The last good checkpoint without damage; damaged ones are logged."""
+    """The last good checkpoint without damage. Damaged checkpoints are logged."""
     for path in good_checkpoints(directory.checkpoints, state.confirmed):
         wrong = find_damage(path, record=RECORD)
         if not wrong:
@@ -133,7 +133,7 @@ def _intact_target(directory: RunDirectory, loggers: MultiLogger, state: State) 
 
 
 def finish_rollback(directory: RunDirectory) -> bool:
-    """Finish an interrupted rollback; returns whether there was one."""
+    """Finish an interrupted rollback; return whether there was one."""
     data = directory.read_json(ROLLBACK)
     if data is None:
         return False
@@ -163,7 +163,7 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
     state = saved_state(checkpoint)
     if state is not None:
         if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
-            state = replace(state, best=None)  # the checkpoint was removed when a later one was better
+            state = replace(state, best=None)  # its checkpoint was removed in favour of a later, better one
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
         rewrite_state(
             checkpoint, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to)

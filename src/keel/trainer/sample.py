@@ -1,4 +1,4 @@
-"""Sample the rollouts of a step: in the step, or ahead of it in a thread (`overlap.py`)."""
+"""Sample the rollouts of a step, within the step or ahead of it in a thread (`overlap.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def next_rollouts(run: TrainingRun, state: State) -> StepRollouts:
 
 
 def sample_ahead(run: TrainingRun, state: State) -> None:
-    """With `rollout.max_staleness`, let the sampler start later steps with the current weights."""
+    """With `rollout.max_staleness`, request rollouts of later steps with the current weights."""
     if run.queue is not None:
         run.queue.sample_ahead(state.attempt, state.step, state.policy_version, state.curriculum)
 
@@ -33,7 +33,7 @@ def sync_engine(run: TrainingRun, state: State) -> None:
 
 
 def wait_for_sampler(run: TrainingRun, state: State) -> None:
-    """Wait for the sampling thread; the main thread may then use the engine, which has the current weights."""
+    """Wait for the sampling thread. Afterwards the main thread may use the engine, with the current weights."""
     if run.queue is not None:
         run.queue.wait_for_sampler(state.policy_version)
 
@@ -48,10 +48,10 @@ def sample_rollouts(
 
 
 def sample_groups(run: TrainingRun, collect: Collect, attempt: int, step: int, curriculum: Curriculum) -> StepRollouts:
-    """Draw and collect a step's problems. With `data.curriculum`, `counts` says which of the candidates were drawn.
+    """Draw a step's problems and collect their rollouts. With `data.curriculum`, `counts` lists the drawn candidates.
 
-    With `loss.dynamic_sampling`, resample for zero-variance groups (DAPO): new problems are added until
-    `prompts_per_step` groups have a signal or the rounds are used up. Groups without signal stay for the KL term.
+    With `loss.dynamic_sampling`, resample zero-variance groups (DAPO): draw new problems until `prompts_per_step`
+    groups have a signal or no round is left. Groups without signal are kept for the KL term.
     """
     target, options = run.rollout.prompts_per_step, run.curriculum
     groups, missing, rounds, draws, seen = list[Group](), target, list[int](), list[Draw](), set[str]()
@@ -73,10 +73,10 @@ def sample_groups(run: TrainingRun, collect: Collect, attempt: int, step: int, c
 
 
 def draw_problems(run: TrainingRun, attempt: int, step: int, resample_round: int, count: int) -> list[Problem]:
-    """The problems that the task draws in a round: 0 is the step's first, later ones are resampling rounds."""
+    """The problems that the task draws in a round. Round 0 is the step's first; later rounds resample."""
     return run.task.sample(count, seed=problem_seed(run.seed, attempt) + 1_000_003 * resample_round, step=step)
 
 
 def problem_seed(seed: int, attempt: int) -> int:
-    """The seed of the problems; it changes after a rollback, so that the same batch does not return."""
+    """The seed of the problems. A rollback changes it, so that the same batch is not repeated."""
     return seed + 15_485_863 * attempt

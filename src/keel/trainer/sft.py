@@ -36,16 +36,16 @@ from keel.trainer.options import OptimOptions, WarmstartOptions
 
 Encode = Callable[[Problem], tuple[int, ...]]
 Reply = Callable[[Problem, Any, int | None], tuple[int, ...]]  # the tokens between two turns
-Examples = Callable[[int], list[Group]]  # step to one batch, each example a group of one completion
+Examples = Callable[[int], list[Group]]  # from a step to its batch; an example is a group of one completion
 Report = Callable[[int, Mapping[str, float]], None]
 
-WARMSTART_SEED_OFFSET = 7_919_000_003  # so that the warm start draws other problems than training
+WARMSTART_SEED_OFFSET = 7_919_000_003  # the warm start must draw other problems than training
 MAX_CONSECUTIVE_SKIPS = 500  # consecutive problems without a demonstration before an error
 
 
 @dataclass
 class DrawCount:
-    """Problems that a warm start has drawn and skipped so far, by step."""
+    """The numbers of problems that a warm start has drawn and skipped in each step."""
 
     steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # (drawn, skipped) of each step
 
@@ -74,10 +74,10 @@ def sft(
     report: Report | None = None,
     world: World = SINGLE_PROCESS,
 ) -> float:
-    """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; returns the last loss.
+    """Minimise −mean(log π(completion | prompt) + entropy_coef · H) over completion tokens; return the last loss.
 
     The mean is over all completion tokens of the batch, so the split into microbatches does not change the update.
-    Prompts are not trained on. Of `optim` only `microbatch_tokens` and `precision` are read. Each process of `world`
+    Prompts are not trained on. Only `microbatch_tokens` and `precision` of `optim` are used. Each process of `world`
     trains on its share of the batch.
     """
     schedule = build_schedule(options.optim, options.steps)
@@ -106,7 +106,7 @@ def sft_step(
     options: WarmstartOptions,
     optim: OptimOptions,
 ) -> dict[str, float]:
-    """One update on one batch of examples; returns its metrics."""
+    """Make one update on one batch of examples; return its metrics."""
     _check_lengths(groups, loaded.context_length)
     tokens, amp_dtype = _trained_tokens(groups), resolve_amp_dtype(optim, loaded.dtype, loaded.device)
     shared = uses_structured_mask(loaded)
@@ -144,12 +144,12 @@ def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -
 
 
 def uses_structured_mask(loaded: LoadedModel) -> bool:
-    """Whether to use Keel's mask instead of transformers', which waits for the GPU to detect padding."""
+    """Whether to use Keel's attention mask. transformers' own waits for the GPU to detect padding."""
     return loaded.shared_prefix and loaded.device.type == "cuda"
 
 
 def _trained_tokens(groups: Sequence[Group]) -> int:
-    """Tokens in the loss."""
+    """The number of tokens in the loss."""
     return sum(sum(completion.action) for group in groups for completion in group.completions)
 
 
@@ -174,8 +174,8 @@ _controls = lru_cache(maxsize=2)(ControlTokens)
 def _turn_tokens(text: str, tokenizer: Any, key: str, allow_control_tokens: bool) -> tuple[int, ...]:
     """Encode a turn of the model and append the end-of-sequence token.
 
-    Control tokens in the text are refused: they would teach the model to write other roles' turns. Think and tool-call
-    tokens, such as `<think>`, are allowed.
+    Control tokens in the text are refused, because they would train the model to write other roles' turns. Think and
+    tool-call tokens, such as `<think>`, are allowed.
     """
     ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not allow_control_tokens and (forged := _controls(tokenizer).forged(ids, text, by_model=True)) is not None:
@@ -206,8 +206,8 @@ def gold_examples(
 ) -> Examples:
     """Batches of a task's training problems with their gold answers; held-out problems are excluded.
 
-    A multi-turn task gives whole episodes: the environment's replies, rendered by `reply`, are context and not trained
-    on. `draws` counts the problems without a demonstration.
+    Examples of a multi-turn task are whole episodes. The environment's replies, rendered by `reply`, are context and
+    not trained on. `draws` counts the problems without a demonstration.
     """
     counted = draws or DrawCount()
     several, allowed = task.multi_turn and reply is not None, {"allow_control_tokens": allow_control_tokens}
@@ -224,7 +224,7 @@ def gold_examples(
 
 
 def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: DrawCount) -> list[Problem]:
-    """The step's training problems; problems without a demonstration are replaced by further draws."""
+    """The step's training problems. Problems without a demonstration are replaced by new ones."""
     first = task.sample(batch_size, seed=seed + WARMSTART_SEED_OFFSET, step=step)
     further = (task.sample(batch_size, seed=seed + number * WARMSTART_SEED_OFFSET, step=step) for number in count(2))
     pool, chosen, skipped, in_a_row = chain(first, chain.from_iterable(further)), list[Problem](), 0, 0
@@ -254,9 +254,9 @@ def episode_example(
     *,
     allow_control_tokens: bool = False,
 ) -> Group:
-    """An SFT example of a gold episode: the model's turns, each with the end-of-sequence token, and replies between.
+    """An SFT example of a gold episode: the model's turns, each with the end-of-sequence token, and the replies.
 
-    The tokens equal those of a rollout with these turns.
+    The tokens equal those of a rollout with the same turns.
     """
     turns = task.gold_turns(problem)
     ids: list[int] = []
@@ -277,7 +277,7 @@ def episode_example(
 
 
 def _replies(task: Task, problem: Problem, turns: Sequence[str]) -> list[Any]:
-    """The environment's reply to each turn but the last."""
+    """The environment's reply to each turn except the last."""
     with play_turns(task, problem, turns[:-1]) as (_, replies):
         if None in replies:
             raise KeelError(f"task {task.name!r}: the gold episode of {problem.key!r} ends after turn {len(replies)}")

@@ -34,9 +34,9 @@ Collect = Callable[..., list[Group]]  # `Collector.collect(problems, attempt=…
 
 @dataclass(frozen=True)
 class Anchor:
-    """A model that the policy is held near: the reference, or a teacher beside it, with a KL term of its own."""
+    """A model with a KL term of its own: the reference, or a teacher in addition to it."""
 
-    name: str  # in the metrics, as `kl.measure.metric_of` has it
+    name: str  # its name in metrics, see `kl.measure.metric_of`
     reference: Reference | None
     kl: KLTermOptions
     pairing: Pairing
@@ -45,8 +45,10 @@ class Anchor:
 
 @dataclass
 class TrainingRun:
-    """The parts that a step uses. `reference` is None without KL, `teacher` without a second anchor, `scorer` for
-    Keel's own pass, `queue` without sampling ahead.
+    """The parts that a step uses.
+
+    `reference` is None without a KL term, `teacher` without a second anchor, `scorer` with Keel's own pass and `queue`
+    without sampling ahead.
     """
 
     policy: LoadedModel
@@ -72,24 +74,24 @@ class TrainingRun:
     queue: RolloutQueue | None = None
     teacher: Anchor | None = None
     curriculum: CurriculumOptions | None = None
-    fitting_tokens: int | None = None  # of the largest pass that fits in free memory, if known
+    fitting_tokens: int | None = None  # tokens of the largest pass that fits in free memory, if known
 
     @property
     def anchors(self) -> tuple[Anchor, ...]:
-        """All that the policy is held near: the reference first."""
+        """All anchors, the reference first."""
         first = Anchor(REFERENCE, self.reference, self.kl, self.pairing, self.controller)
         return (first,) if self.teacher is None else (first, self.teacher)
 
     @property
     def microbatch_tokens(self) -> int:
-        """The largest number of tokens in a pass: the option, or fewer if memory is short."""
+        """The largest number of tokens in a pass: the option's value, or less if memory does not suffice."""
         return min(self.optim.microbatch_tokens, self.fitting_tokens or self.optim.microbatch_tokens)
 
     def close(self) -> None:
         """Close the sampling thread and the engine."""
         if self.queue is None or self.queue.close():
             self.engine.close()
-        else:  # the thread still samples: close the engine after it at exit
+        else:  # the thread is still sampling: close the engine at exit, after the thread ends
             atexit.register(self._close_late, self.queue)
 
     def _close_late(self, queue: RolloutQueue) -> None:
@@ -113,7 +115,7 @@ class Skipped:
 
     @classmethod
     def of(cls, metrics: Mapping[str, float]) -> Skipped:
-        """From a step's metrics; one non-finite update among several makes the step non-finite."""
+        """Read a step's metrics. If any of several updates is non-finite, the step counts as non-finite."""
         share = metrics["guard/skipped"]
         return cls(share > 0.0, share >= 1.0, share > 0.0 and metrics["guard/nonfinite"] == 0.0)
 
@@ -122,11 +124,11 @@ class Skipped:
 class State:
     """The state of a run after `step` finished steps: plain data, saved in checkpoints.
 
-    `kl` is the state of the controller of the reference's β, `other_kl` those of further anchors by name, once they
-    have moved; `consecutive_skips` counts the last steps with a skipped update, `spike_skips` those skipped for spikes
-    only; `confirmed` is the last step whose weights the following step found good; `lr_factor` is the factor of all
-    rollbacks on the learning rate; `norms` are the gradient norms of the last updates; `data` is the digest of the
-    task's data; `curriculum` counts the groups so far.
+    `kl` is the state of the controller of the reference's β. `other_kl` holds the states of further anchors by name,
+    after their first change. `consecutive_skips` counts the last steps with a skipped update; `spike_skips` counts
+    those that were skipped only for spikes. `confirmed` is the last step whose weights the following step found good.
+    `lr_factor` is the factor of all rollbacks on the learning rate. `norms` are the gradient norms of the last updates.
+    `data` is the digest of the task's data. `curriculum` counts the groups so far.
     """
 
     kl: KLState
@@ -155,7 +157,7 @@ class State:
 
     @property
     def good(self) -> bool:
-        """Whether the last step skipped no update; an exceeded budget is handled before saving."""
+        """Whether the last step skipped no update. An exceeded budget is handled before saving."""
         return self.consecutive_skips == 0
 
     @property
@@ -175,7 +177,7 @@ class State:
         last_kl: Mapping[str, float],
         curriculum: Curriculum | None = None,
     ) -> State:
-        """The state after one more step; `kl` is that of each anchor."""
+        """The state after one more step. `kl` holds the controller state of each anchor."""
         return replace(
             self,
             kl=kl[REFERENCE],
@@ -206,5 +208,5 @@ class State:
 
 
 def step_seed(seed: int, state: State) -> int:
-    """The seed of a step; it depends on run seed, attempt and step only."""
+    """The seed of a step. It depends only on the run's seed, attempt and step."""
     return (seed * 1_000_003 + state.attempt * 10_007 + state.step) % 2**63

@@ -123,9 +123,9 @@ def train_step(run: TrainingRun, state: State) -> Step:
 
 
 def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
-    """Compute `ref_logp` if β or a measurement needs it, and `old_logp` if needed before the first update.
+    """Compute `ref_logp` if β or a measurement needs it, and `old_logp` if it is needed before the first update.
 
-    Otherwise `old_logp` is the detached logp of the first update's own pass, without an extra pass.
+    If it is not, `old_logp` becomes the detached logp of the first update's own pass, which saves a pass.
     """
     measured = run.kl.collect_max is not None or run.kl.measures(state.step)
     in_reward = {a.name for a in run.anchors if a.kl.placement == "reward" and state.kl_of(a).beta != 0.0}
@@ -144,7 +144,7 @@ def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
 
 
 def sampled_kl(batch: StepBatch, of: TrainingRun | Anchor) -> Tensor:
-    """The KL `[B, T]` of a penalty in the reward, under the rollout weights: exact or estimated."""
+    """The exact or estimated KL `[B, T]` for a penalty in the reward, under the rollout weights."""
     rows, kl = batch.rows, of.kl
     if over_vocabulary(kl.estimator):
         assert batch.scores is not None
@@ -155,8 +155,10 @@ def sampled_kl(batch: StepBatch, of: TrainingRun | Anchor) -> Tensor:
 
 
 def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
-    """Exclude completions from the policy term, not from the KL penalty: those above `kl.collect_max`, truncated ones
-    (`loss.mask_truncated_completions`), and groups without signal (`loss.dynamic_sampling`).
+    """Exclude completions from the policy term but not from the KL penalty.
+
+    Excluded are completions above `kl.collect_max`, truncated completions (`loss.mask_truncated_completions`) and
+    groups without signal (`loss.dynamic_sampling`).
     """
     rows = batch.rows
     assert rows.group is not None
@@ -176,16 +178,17 @@ def reject(batch: StepBatch, run: TrainingRun) -> StepBatch:
 
 
 def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) -> StepBatch:
-    """For placement in the reward: the KL penalty of each completion."""
+    """Compute the KL penalty of each completion if it is placed in the reward."""
     if of.kl.placement != "reward" or beta == 0.0 or batch.kl is None:
         return batch
     return replace(batch, penalty=batch.over_episodes(reward_penalty(batch.kl, batch.rows.action_mask, beta)))
 
 
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
-    """Advantages of rewards and of the KL penalties: centred per group, all divided by the deviation of their sum.
+    """Compute advantages of rewards and of KL penalties. Both are centred per group.
 
-    The reward's warm-up scales the reward's advantages after the division, not the penalty's.
+    Both are divided by the standard deviation of their sum. After that, the warm-up scales the advantages of rewards
+    but not those of penalties.
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
@@ -208,7 +211,7 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
 def other_terms(
     scores: FullScores, batch: StepBatch, micro: Microbatch, run: TrainingRun, state: State
 ) -> list[KLTerm]:
-    """The KL terms of a microbatch beside the reference's."""
+    """The KL terms of a microbatch for all anchors except the reference."""
     return [
         KLTerm(anchor.name, anchor.kl, state.kl_of(anchor).beta, anchor.pairing, own, view.view(micro))
         for anchor, own, view in zip(run.anchors[1:], scores.others, batch.others, strict=True)
@@ -222,19 +225,19 @@ def steered(anchor: Anchor, state: State, line: Mapping[str, float]) -> KLState:
 
 
 def observed(run: TrainingRun, state: State, groups: Sequence[Group]) -> Curriculum | None:
-    """The curriculum after this step's groups, if there is one."""
+    """The curriculum after this step's groups; None without a curriculum."""
     if run.curriculum is None:
         return None
     return state.curriculum.observe(run.task, groups, run.curriculum, state.step)
 
 
 def per_update(info: Metrics) -> dict[str, Metric]:
-    """Turn sums over microbatches into means over updates."""
+    """Convert sums over microbatches to means over updates."""
     return {name: Mean(metric.total, 1.0) if isinstance(metric, Sum) else metric for name, metric in info.items()}
 
 
 def move_reference(run: TrainingRun, state: State, metrics: dict[str, float]) -> None:
-    """Update the reference if due, and reset the optimizer if the reference asks for it."""
+    """Update the reference if due, and reset the optimizer if the reference has `reset_optimizer`."""
     if run.reference is None:
         return
     kl = metrics.get("kl/policy_ref/k3/mean")

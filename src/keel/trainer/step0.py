@@ -1,7 +1,7 @@
-"""The check before the first update: policy, reference and sampler are the same policy, so their KL must be rounding.
+"""The check before the first update: policy, reference and sampler are the same model, so their KL is rounding error.
 
-It detects a wrong kernel, mask or position in one of the passes. An error that policy and reference share leaves their
-KL at 0; the comparison with the sampler's log-probabilities detects that.
+It detects a wrong kernel, mask or position in one of the passes. An error in both policy and reference leaves their KL
+at 0. The comparison with the sampler's log-probabilities detects such an error.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Step0Mismatch(KeelError):
 
 
 def check_step0(batch: StepBatch, run: TrainingRun, state: State) -> None:
-    """Raise before the first update if the passes disagree; for `guards.on_step0_kl=warn` the loop logs it."""
+    """Raise before the first update if the passes disagree. With `guards.on_step0_kl=warn` the loop only logs it."""
     if state.step == 0 and run.guards.on_step0_kl == "stop":
         found = step0_differences(run.world.broadcast(values(measure_policy(batch, run))), run)
         if found:
@@ -90,9 +90,11 @@ def step0_limits(
     same_modules: bool,
     weighed: bool,
 ) -> Step0Limits:
-    """The limits of a run. `same_modules`: the sampler uses the policy's modules; `weighed`: its mismatch is corrected.
+    """The limits of a run.
 
-    With dropout the training pass differs from both others. A user's own reference may have other weights.
+    `same_modules` means that the sampler uses the policy's modules. `weighed` means that importance weights correct the
+    mismatch with the sampler. Dropout disables the check, because it changes the training pass. A user's own reference
+    may have other weights and is not checked.
     """
     if has_dropout(model):
         return Step0Limits(None, None)
@@ -107,7 +109,7 @@ def step0_limits(
 def step0_violations(
     metrics: Mapping[str, float], limits: Step0Limits, action: str, advice: str
 ) -> list[GuardViolation]:
-    """The KLs above their limits; NaN is above any limit."""
+    """The violations of KLs above their limits. NaN is above any limit."""
     found = []
     for (code, names, causes), limit in zip(_CHECKS, (limits.reference, limits.sampler), strict=True):
         name = next((n for n in names if limit is not None and not abs(metrics.get(n, 0.0)) <= limit), None)

@@ -1,4 +1,4 @@
-"""summary.json."""
+"""Write summary.json."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def summarise(
 ) -> dict[str, Any]:
     """Accuracy and held-out reward before and after, retention on other tasks, and the final policy's KL.
 
-    `kl` are the final policy's metrics; by default those of the last step, which describe the weights before its
-    update. Accuracy is null for problems without answers, `findings` if the run was not judged. `reward_failures`
-    counts failed calls by reward.
+    `kl` are the metrics of the final policy. The default is the metrics of the last step, which describe the weights
+    before its update. Accuracy is null for problems without answers. `findings` is null if the run was not judged.
+    `reward_failures` is the number of failed calls per reward.
     """
     first, last = _trained(state.before), _trained(state.evaluated)
     before, after = _retention(state.before), _retention(state.evaluated)
@@ -49,13 +49,13 @@ def summarise(
 
 
 def reward_failures(folder: Path) -> dict[str, int]:
-    """Failed calls by reward, from the run's events, which survive interruptions."""
+    """The number of failed calls per reward, from the run's events, which also cover interrupted runs."""
     failed = [event for event in read_records(folder / EVENTS) if event.get("kind") == "reward/failed"]
     return dict(Counter(str(event["function"]) for event in failed if "function" in event))
 
 
 def _trained(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The trained task's record, found by split, because a retention task may have the same name."""
+    """The trained task's record. It is found by its split, because a retention task may have the same name."""
     return next((record for record in records if record.get("split") == "trained"), {})
 
 

@@ -25,9 +25,9 @@ from keel.verify.oracle import (
     relative_error,
 )
 
-EQUAL = 1e-8  # relative; enumeration in float64 leaves about 1e-13
+EQUAL = 1e-8  # relative tolerance; enumeration in float64 has errors of about 1e-13
 DIRECTIONS = (POLICY_REF, REF_POLICY)
-OVERFLOW_LIMIT = 10_000.0  # nats; a formula finite up to here is called safe
+OVERFLOW_LIMIT = 10_000.0  # nats; a formula that is finite up to this log-ratio is called safe
 
 KNOWN: dict[str, Formula] = {
     "k1": lambda logp, ref, old: logp - ref,
@@ -46,11 +46,11 @@ KNOWN: dict[str, Formula] = {
 
 
 def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | None = None) -> dict[str, Any]:
-    """Value, gradients and overflow of one formula, as plain data (the `--json` of `keel verify --formula`).
+    """Audit one formula: value, gradients and overflow as plain data (`keel verify --formula … --json`).
 
-    A value or gradient is named only if it equals that quantity, with factor 1, on all of several random distributions.
-    `bias` and `std` are relative to the closer of the two KLs, worst case over the distributions. A callable that
-    computes in fp32 or less is compared at that precision.
+    A value or gradient is named only if it equals the named quantity on every one of several random distributions.
+    `bias` and `std` are relative to the closer of the two KLs, for the worst distribution. A callable that computes in
+    fp32 or less is compared at that precision.
     """
     bandits = random_bandits() if bandits is None else bandits
     equal, precision = EQUAL, "float64"
@@ -106,12 +106,12 @@ def _check_usable(formula: Formula, text: str, bandits: list[Bandit]) -> None:
 
 
 def _finite(number: float) -> float | None:
-    """None for a non-finite number, because JSON has no infinity."""
+    """Convert a non-finite number to None, because JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
 def _size(number: float) -> float:
-    """Absolute value for comparisons; NaN counts as infinity."""
+    """The absolute value, for comparisons; infinity for NaN."""
     return math.inf if math.isnan(number) else abs(number)
 
 
@@ -136,7 +136,7 @@ def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, A
 
 
 def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
-    """Whether no value is negative, on the distributions and on a grid of log-ratios up to 30 nats."""
+    """Whether no value is negative, for the distributions and for a grid of log-ratios up to 30 nats."""
     if any(moments(formula, bandit)[2] < -1e-12 for bandit in bandits):
         return False
     gap = torch.linspace(-30, 30, 601, dtype=torch.float64).unsqueeze(-1)
@@ -187,9 +187,9 @@ def _known_as(formula: Formula, bandits: list[Bandit], equal: float) -> str | No
 
 
 def overflows_at(formula: Formula) -> float | None:
-    """The smallest |log-ratio| in nats at which the formula is not finite in fp32; None up to 10⁴.
+    """The smallest |log-ratio| in nats at which the formula is not finite in fp32; None if it is finite up to 10⁴.
 
-    The policy is moved away from the reference in both directions, and then from the sampler.
+    The log-ratio between policy and reference is varied in both directions, then that between policy and sampler.
     """
     grid = torch.cat([torch.arange(0, 200, 0.25), torch.arange(200, OVERFLOW_LIMIT + 1, 25)])
     shifts: tuple[Shift, ...] = (
@@ -202,7 +202,7 @@ def overflows_at(formula: Formula) -> float | None:
     return round(min(overflows), 2) if overflows else None
 
 
-# (gap, zero) -> logp, ref, old, two of which differ by the gap
+# (gap, zero) -> (logp, ref, old), where two of the three differ by the gap
 Shift = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 

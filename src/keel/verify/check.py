@@ -9,7 +9,7 @@ EXACT = 1e-10  # tolerance of enumeration in float64
 
 @dataclass(frozen=True)
 class Check:
-    """A fact, the measured value, the expected value, and whether they agree."""
+    """A statement, its measured and its expected value, and whether they agree."""
 
     section: str
     fact: str
@@ -19,5 +19,5 @@ class Check:
 
 
 def close(measured: float, expected: float, digits: int) -> bool:
-    """Equal to this number of decimal places."""
+    """Whether two numbers are equal to this number of decimal places."""
     return abs(measured - expected) <= 0.5 * 10**-digits + 1e-12

@@ -1,4 +1,4 @@
-"""Facts about a user's own estimator, proven by an audit like the rows of `keel.kl.facts`."""
+"""Facts about a user's own estimator. An audit proves them, like the rows of `keel.kl.facts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @cache  # an audit is expensive
 def estimator_facts(name: str) -> tuple[Fact, ...]:
-    """The rows that an audit proves for a user's own estimator `module:attr`; none for built-in estimators.
+    """The rows that an audit proves for a user's own estimator `module:attr`; empty for built-in estimators.
 
     The function takes d = log p − log π, or (logp, ref_logp), or (logp, ref_logp, old_logp), each `[B, T]`, and
     returns one value per token. Exact enumeration gives its gradients in the loss, the reward and the advantage.

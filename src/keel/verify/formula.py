@@ -1,4 +1,4 @@
-"""A user's formula, parsed and interpreted with a whitelist; never evaluated as Python."""
+"""Parse and interpret a user's formula with a whitelist. It is never evaluated as Python code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Tensor], Tensor]] = {ast.USub: operator
 
 
 def parse_formula(text: str) -> Formula:
-    """Turn text such as `exp(ref - logp) - 1` into a function of (logp, ref, old)."""
+    """Parse text such as `exp(ref - logp) - 1` into a function of (logp, ref, old)."""
     if len(text) > MAX_LENGTH:
         raise KeelError(f"the formula has {len(text)} characters: shorten it to {MAX_LENGTH}")
     try:
@@ -98,7 +98,7 @@ def _check(node: ast.expr) -> None:
 def _check_number(node: ast.Constant) -> None:
     if isinstance(node.value, bool) or not isinstance(node.value, int | float):
         raise KeelError(f"{node.value!r} is not allowed in a formula: only numbers are")
-    if not abs(node.value) <= 1e30:  # also catches infinity, and integers too large to be a float
+    if not abs(node.value) <= 1e30:  # refuses also infinity, and integers too large for a float
         raise KeelError(f"the number {str(node.value)[:20]} in the formula is too large: at most 1e30")
 
 
@@ -126,7 +126,7 @@ def _check_call(node: ast.Call) -> None:
 
 
 def _walk(node: ast.expr, values: dict[str, Tensor]) -> Tensor:
-    """Evaluate a checked tree; numbers become tensors, so that Python integers cannot grow without bound."""
+    """Evaluate a checked tree. Numbers are converted to tensors, because Python integers can grow without bound."""
     if isinstance(node, ast.Constant):
         return torch.as_tensor(float(node.value), dtype=values["logp"].dtype)  # type: ignore[arg-type]
     if isinstance(node, ast.Name):

@@ -35,7 +35,7 @@ from keel.verify.values import correct_k3
 
 
 def formula_of(fact: Fact, by_vocabulary: Callable[[Tensor, Tensor], Tensor]) -> Formula:
-    """The per-token term of a row of the facts."""
+    """The per-token term of a fact."""
     form = parse_gradient("plain" if fact.gradient == "score" else fact.gradient)
     if over_vocabulary(fact.estimator):
         return lambda logp, ref, old: kl.with_form(
@@ -45,7 +45,7 @@ def formula_of(fact: Fact, by_vocabulary: Callable[[Tensor, Tensor], Tensor]) ->
 
 
 def _divergence(estimator: str) -> Divergence:
-    """The divergence over the vocabulary of an estimator, as training computes it."""
+    """The divergence over the vocabulary of an estimator, by the function that training calls."""
     top: dict[str, float] = {"topk": TOP_K}
     settings: dict[str, dict[str, float]] = {"jsd": {"jsd_weight": JSD_WEIGHT}, "topk": top, "topk_unbiased": top}
     options = kl.KLOptions.model_validate({"estimator": estimator, **settings.get(estimator, {})})
@@ -57,20 +57,20 @@ def _term(fact: Fact) -> Formula:
     def by_vocabulary(logp: Tensor, ref: Tensor) -> Tensor:
         last = (logp.transpose(0, -1), ref.transpose(0, -1))
         values = _divergence(fact.estimator)(*last, torch.arange(len(logp)).unsqueeze(0))
-        return values.unsqueeze(-1) if values.dim() < logp.dim() else values.transpose(0, -1)  # or one for each token
+        return values.unsqueeze(-1) if values.dim() < logp.dim() else values.transpose(0, -1)  # else one per token
 
     return formula_of(fact, by_vocabulary)
 
 
 def measured_gradient(fact: Fact, bandit: Bandit) -> Tensor:
-    """The expected gradient of a token-level row's term on a bandit, by enumeration."""
+    """The expected gradient of a token-level fact's term on a bandit, by enumeration."""
     if fact.placement == "loss":
         return gradient_in_loss(_term(fact), bandit, fact.sampling)
     return gradient_in_reward(_term(fact), bandit, fact.sampling, placement=fact.placement)
 
 
 def fact_error(fact: Fact, bandit: Bandit) -> tuple[float, bool]:
-    """The error of a bandit's enumerated gradient against the row's claim, and whether the claim is proven."""
+    """The error of the enumerated gradient against the fact's claim, and whether the claim is proven."""
     return judge(
         fact.expected_gradient, measured_gradient(fact, bandit), bandit.kl_gradients, lambda: _near(fact, bandit)
     )
@@ -81,8 +81,9 @@ def judge(
 ) -> tuple[float, bool]:
     """The error against the claimed target, and whether the claim is proven.
 
-    "zero": the gradient vanishes. A named target: equal. "near X": not equal to X, but equal in the limit of a sampler
-    that equals the policy (`near` measures that). "wrong": neither KL's gradient, and not zero.
+    The claim "zero" means that the gradient is 0. The name of a target means that the gradient equals it. "near X"
+    means that the gradient differs from X, but equals X in the limit of a sampler that equals the policy; `near`
+    measures this limit. "wrong" means that the gradient is neither 0 nor that of a KL.
     """
     size = (measured.norm() / targets[POLICY_REF].norm()).item()
     if verdict == "zero":
@@ -105,9 +106,9 @@ def _near(fact: Fact, bandit: Bandit) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def value_holds(fact: Fact, bandit: Bandit) -> bool:
-    """Whether the mean of the row's value is the KL that the row names, or for "none" neither KL.
+    """Whether the mean of the value is the KL that the fact names; for "none", whether it is neither KL.
 
-    In the reward and in the advantage the value is weighted by the policy term's ratio.
+    In the reward and the advantage, the value is weighted by the policy term's ratio.
     """
     term = _term(fact)
     old = bandit.old_logp(fact.sampling)
@@ -129,7 +130,7 @@ def _row(label: str, fact: Fact, errors: list[float], proven: bool) -> Check:
 
 
 def gradients() -> list[Check]:
-    """Every token-level row of `keel.kl.facts`, value and gradient, on eight random distributions; four identities."""
+    """Check value and gradient of every token-level fact on eight random distributions, and four identities."""
     bandits = random_bandits()
     rows = []
     for fact in FACTS:
@@ -158,7 +159,7 @@ def _k3_both_identity(bandit: Bandit) -> float:
 
 
 def _per_sample_identity(bandit: Bandit) -> float:
-    """ρ·k3 and sg(ρ)·k2 per outcome: their gradients with respect to each outcome's own logp."""
+    """The difference of the gradients of ρ·k3 and sg(ρ)·k2 with respect to each outcome's own logp."""
     ref, old = bandit.ref_logp, bandit.old_logp(OFF)
     sides = []
     for estimator, form in (("k3", "rho"), ("k2", "sg_rho")):
@@ -192,7 +193,7 @@ def _with_future(logp: Tensor, ref: Tensor, old: Tensor | None, values: Tensor) 
     return kl.rao_blackwell(values, logp, old_logp=old)
 
 
-# the loss, and the estimator of the values per token that it gets
+# name: (the loss, the estimator of the per-token values that it receives)
 SEQUENCE_LOSSES: dict[str, tuple[SequenceLoss, str]] = {
     "per-token k2": (lambda logp, ref, old, exact: kl.estimate("k2", logp, ref, clamp=None).sum(-1), "exact"),
     "exact per-token KL": (_per_token, "exact"),
@@ -206,7 +207,7 @@ SEQUENCE_LOSSES: dict[str, tuple[SequenceLoss, str]] = {
     "Rao-Blackwell": (_with_future, "exact"),
     "unbiased top 2 and its future": (_with_future, "topk_unbiased"),
 }
-# relative error, cosine, variance; None: zero to rounding
+# name: (relative error, cosine, variance); an error of None means zero up to rounding
 SEQUENCE_TABLE: dict[str, tuple[float | None, float, float]] = {
     "per-token k2": (0.468, 0.912, 2.37),
     "exact per-token KL": (0.468, 0.912, 0.32),
@@ -223,12 +224,12 @@ SEQUENCE_TABLE: dict[str, tuple[float | None, float, float]] = {
 
 
 def weighted_token_k3(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
-    """Σ_t ρ_t·k3_t, the token-weighted form of other trainers."""
+    """Σ_t ρ_t·k3_t, the token-weighted form that other trainers use."""
     return kl.weighted_estimate("k3", parse_gradient("rho"), logp, ref, old, clamp=None).sum(-1)
 
 
 def sequence() -> list[Check]:
-    """Against ∇KL_seq on a 3-step, 4-token policy: relative error, cosine and variance of each estimator."""
+    """Compare each estimator with ∇KL_seq on a 3-step, 4-token policy: relative error, cosine and variance."""
     world = sequence_world()
     rows = []
     for name, (loss, estimator) in SEQUENCE_LOSSES.items():
@@ -256,7 +257,7 @@ def sequence() -> list[Check]:
 
 
 def _sequence_term(fact: Fact) -> SequenceLoss:
-    """The loss of a sequence-level row: the term itself, or the policy term −ρ_t·A_t with the penalty in A."""
+    """The loss of a sequence-level fact: the term itself, or the policy term −ρ_t·A_t with the penalty in A."""
     if fact.placement == "loss":
         return lambda logp, ref, old, exact: kl.sequence_estimate(
             fact.estimator, logp, ref, old_logp=old, exact_kl=exact, clamp=None
@@ -284,7 +285,7 @@ def _divergence_of(fact: Fact) -> Divergence | None:
 
 
 def _sequence_value_holds(fact: Fact, world: SequenceWorld) -> bool:
-    """Whether the sequence's mean value is the KL_seq that the row names; off-policy under the sequence's ratio."""
+    """Whether the mean value is the KL_seq that the fact names. Off-policy, the sequence's ratio weights the value."""
 
     def value(logp: Tensor, ref: Tensor, old: Tensor | None, exact: Tensor) -> Tensor:
         if fact.placement == "loss":
@@ -296,7 +297,7 @@ def _sequence_value_holds(fact: Fact, world: SequenceWorld) -> bool:
 
 
 def sequence_facts() -> list[Check]:
-    """Every sequence-level row of `keel.kl.facts`, value and gradient, on the same tabular policy."""
+    """Check value and gradient of every sequence-level fact, on the same tabular policy."""
     world = sequence_world()
     rows = []
     for fact in FACTS:
@@ -305,7 +306,7 @@ def sequence_facts() -> list[Check]:
         term = _sequence_term(fact)
 
         def near(term: SequenceLoss = term) -> tuple[Tensor, dict[str, Tensor]]:
-            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)  # of k1 alone
+            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)  # only for k1
             return measured, truths
 
         truths, measured, _ = sequence_gradient(world, term, fact.sampling, _divergence_of(fact))

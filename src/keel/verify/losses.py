@@ -1,8 +1,8 @@
 """Proofs under every loss: KL penalties in the real objective, on completions of different lengths.
 
-The facts are proven per token; a loss then weights tokens, takes its own ratios and masks completions. Here every
-completion of a tabular policy is enumerated, the policy term masks half of them, and the expected gradient must equal
-the one that `check_pairing` states for that loss.
+The facts are proven per token. A loss also weights tokens, uses its own ratios and masks completions. These proofs
+enumerate every completion of a tabular policy, and the policy term masks half of them. The expected gradient must equal
+the one that `check_pairing` states for the loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keel.losses import (
 from keel.verify.check import EXACT, Check
 from keel.verify.oracle import OFF, ON, STALE, SequenceWorld, relative_error, sequence_world
 
-ONE = Denominators(1.0, 1.0, 1)  # every reduction then weighs a token by 1, or by 1/length
+ONE = Denominators(1.0, 1.0, 1)  # with it, every reduction weights a token by 1 or by 1/length
 _SAMPLING = {ON: "on-policy", OFF: "off-policy", STALE: "stale samples"}
 # estimator, placement, gradient, level, kl.reduction
 PENALTIES = (
@@ -46,7 +46,7 @@ PENALTIES = (
 class EnumeratedCompletions:
     """Every completion of a tabular policy: log-probabilities, mask `[N, T]`, and sampling probability `[N]`.
 
-    `old` is the old policy's, None on-policy; `sample` the sampler's for stale samples.
+    `old` are the old policy's log-probabilities (None: on-policy). `sample` are the sampler's, for stale samples.
     """
 
     theta: Tensor
@@ -61,10 +61,10 @@ class EnumeratedCompletions:
 
 
 def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> EnumeratedCompletions:
-    """All completions up to and including their first `end` token; with `end` None all have the maximum length."""
+    """All completions up to and including their first `end` token. With `end` None, all have the maximum length."""
     sequences = world.sequences()
     after_end = (sequences == end).cumsum(-1) - (sequences == end).long() > 0 if end is not None else sequences < 0
-    canonical = (~after_end | (sequences == end)).all(-1)  # count one continuation after the end
+    canonical = (~after_end | (sequences == end)).all(-1)  # keep one of the continuations after the end
     sequences, mask = sequences[canonical], ~after_end[canonical]
     theta = world.policy.clone().requires_grad_()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
@@ -83,7 +83,7 @@ def completions(world: SequenceWorld, sampling: str, *, end: int | None = 0) -> 
 
 
 def target(enumerated: EnumeratedCompletions, level: str, divergence: str = POLICY_REF) -> Tensor:
-    """The gradient of a divergence: per token at the sampler's prefixes, or of the whole sequence."""
+    """The gradient of a divergence, per token at the sampler's prefixes or for the whole sequence."""
     if level == "token":
         value = (
             enumerated.weights.unsqueeze(-1) * (enumerated.exact if divergence == POLICY_REF else enumerated.reverse)
@@ -98,7 +98,7 @@ def penalty_gradient(enumerated: EnumeratedCompletions, loss: LossOptions, kl: K
     """The expected gradient of the penalty at β = 1 under a loss whose policy term masks half the completions."""
     no_advantage = torch.zeros(len(enumerated.mask), dtype=enumerated.logp.dtype)
     kl_advantages = None
-    if kl.placement == "reward":  # a reward is given once, with the old policy's KL
+    if kl.placement == "reward":  # rewards are computed once, with the old policy's KL
         old = enumerated.logp.detach() if enumerated.old is None else enumerated.old
         kl_advantages = reward_penalty(
             estimate(kl.estimator, old, enumerated.ref, enumerated.mask, clamp=None), enumerated.mask, 1.0
@@ -125,10 +125,10 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: str, world: SequenceWorld) -> Check:
-    """One row: a penalty under one loss, against `check_pairing`.
+    """Check a penalty under one loss against the claim of `check_pairing`.
 
-    An exact pairing is exact at any distance from the reference. A length-weighted one is exact if all completions have
-    one length; one biased by drift is exact in the limit of a sampler that equals the policy.
+    An exact pairing is exact at any distance from the reference. A length-weighted pairing is exact if all completions
+    have the same length. A pairing that is biased by drift is exact in the limit of a sampler that equals the policy.
     """
     estimator, placement, gradient, level, reduction = penalty
     loss = LossOptions(loss_type=name)
@@ -160,13 +160,13 @@ def penalty_check(name: str, penalty: tuple[str, str, str, str, str], sampling: 
 
 
 def near_reference(world: SequenceWorld, share: float = 0.03) -> SequenceWorld:
-    """The same, with policy and sampler close to the reference."""
+    """The same problem, with policy and sampler close to the reference."""
     policy = world.reference + share * (world.policy - world.reference)
     return replace(world, policy=policy, sampler=policy + share * (world.sampler - world.policy))
 
 
 def _no_longer_zero(world: SequenceWorld) -> Check:
-    """k1 in the loss has an expected gradient of zero; weighted by 1/length it has one, and not a KL's."""
+    """Check that the expected gradient of k1 in the loss is 0, and weighted by 1/length neither 0 nor that of a KL."""
     kl = KLOptions(estimator="k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
     by_length, alike = (kl.pairing(LOSSES[name].reduction) for name in ("grpo", "dapo"))
     enumerated = completions(world, ON)
@@ -179,7 +179,7 @@ def _no_longer_zero(world: SequenceWorld) -> Check:
 
 
 def losses() -> list[Check]:
-    """Every built-in loss with every valid penalty, on-policy, off-policy and on stale samples."""
+    """Check every built-in loss with every valid penalty, on-policy, off-policy and on stale samples."""
     world = sequence_world()
     rows = [
         penalty_check(name, penalty, sampling, world)

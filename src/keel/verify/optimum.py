@@ -12,9 +12,9 @@ from keel import kl
 from keel.kl.facts import parse_gradient
 from keel.verify.check import Check, close
 
-OUTCOMES = 10  # one of them right, a uniform reference: base success 0.1
+OUTCOMES = 10  # one outcome is correct and the reference is uniform, so its accuracy is 0.1
 BETAS = (1.0, 0.5, 0.2, 0.1)
-# π* ∝ p·e^{R/β}: accuracy and KL(π*‖p) at each β
+# β: (accuracy, KL(π*‖p)) of the optimum π* ∝ p·e^{R/β}
 OPTIMUM: dict[float, tuple[float, float]] = {
     1.0: (0.232, 0.073),
     0.5: (0.451, 0.408),
@@ -37,7 +37,7 @@ def closed_form(beta: float) -> tuple[float, float]:
     return best[0].exp().item(), kl.exact_kl(best, reference).item()
 
 
-# (logp, ref) [betas, outcomes] -> penalty term with gradient, summed over outcomes with weights π outside
+# (logp, ref) [betas, outcomes] -> penalty term with gradient; the caller sums it over outcomes with weights π
 Penalty = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -75,9 +75,10 @@ DESCENT_CASES = (
 
 
 def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) -> tuple[Tensor, Tensor]:
-    """Accuracy and KL that descent on the expected gradient −E[R·s] + β·E[penalty] reaches, all β at once.
+    """Accuracy and KL after descent on the expected gradient −E[R·s] + β·E[penalty], for all β at once.
 
-    Rprop, because the gradient is exact: each logit has its own step size, for flat regions at small β.
+    The optimizer is Rprop, which suits exact gradients. Each logit has its own step size, which helps in flat regions
+    at small β.
     """
     ref = torch.full((len(betas), OUTCOMES), 1 / OUTCOMES, dtype=torch.float64).log()
     reward = torch.zeros(OUTCOMES, dtype=torch.float64)
@@ -97,7 +98,7 @@ def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) 
 
 
 def optimum() -> list[Check]:
-    """Correct estimators converge to π* ∝ p·e^{R/β}; the others do not."""
+    """Check that correct estimators converge to π* ∝ p·e^{R/β}, and that the others do not."""
     rows = []
     for beta, (accuracy, divergence) in OPTIMUM.items():
         solved_accuracy, solved_kl = closed_form(beta)
@@ -108,7 +109,7 @@ def optimum() -> list[Check]:
     for trainer in DESCENT_CASES:
         reached = torch.stack(train(trainer.penalty), dim=-1)
         gap = (reached - best).abs()
-        # 5e-4 is the table's precision; wrong estimators must miss at the largest β
+        # 5e-4 is the table's precision. Wrong estimators must miss the optimum at the largest β.
         ok = bool((gap < 5e-4).all()) if trainer.converges else gap[0, 0].item() > 0.01
         measured = "  ".join(f"{a:.4f}" for a in reached[:, 0].tolist())
         expected = "the optimum" if trainer.converges else "elsewhere"

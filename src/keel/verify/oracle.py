@@ -16,15 +16,15 @@ from keel.kl.exact import Divergence
 # A KL formula: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# Samples from the policy; from an older policy, which is the old policy; from a policy older than the old policy.
+# Samples from the policy, from the old policy, or from a policy that is older than the old policy.
 ON, OFF, STALE = "on", "off", "stale"
 
 
 @dataclass(frozen=True)
 class Bandit:
-    """A one-step problem: three categorical distributions over the same outcomes, by their logits, float64 `[V]`.
+    """A one-step problem: three categorical distributions over the same outcomes, given by float64 logits `[V]`.
 
-    Gradients of one token take N problems at once, `[V, N]`.
+    Logits `[V, N]` are N problems at once.
     """
 
     policy: Tensor
@@ -41,16 +41,16 @@ class Bandit:
         return self.reference.log_softmax(0).unsqueeze(-1)
 
     def old_logp(self, sampling: str) -> Tensor:
-        """log μ: the policy itself on-policy (detached), another distribution off-policy."""
+        """log μ: on-policy the detached policy, off-policy another distribution."""
         return (self.policy if sampling == ON else self.sampler).log_softmax(0).unsqueeze(-1)
 
     def with_sampler_near(self, distance: float = 1e-7) -> Bandit:
-        """The same with a sampler almost equal to the policy."""
+        """The same problem with a sampler almost equal to the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
     @cached_property
     def kl_gradients(self) -> dict[str, Tensor]:
-        """The divergences' own gradients, from their definitions over the whole vocabulary."""
+        """The gradients of the divergences, from their definitions over the whole vocabulary."""
         ref, sampler = self.ref_logp.T, self.old_logp(OFF).T
         quantities: dict[str, Callable[[Tensor], Tensor]] = {
             "policy||ref": lambda row: exact_kl(row, ref),
@@ -68,7 +68,7 @@ class Bandit:
 
     @cached_property
     def kl_values(self) -> dict[str, float]:
-        """Each divergence that a row of the facts may name."""
+        """The values of all divergences that a fact may name."""
         policy, reference = self.old_logp(ON).T, self.ref_logp.T
         return {
             "policy||ref": exact_kl(policy, reference).item(),
@@ -78,11 +78,11 @@ class Bandit:
         }
 
 
-JSD_WEIGHT, TOP_K = 0.3, 2  # of the rows `jsd`, `topk` and `topk_unbiased`
+JSD_WEIGHT, TOP_K = 0.3, 2  # parameters of `jsd`, and of `topk` and `topk_unbiased`
 
 
 def _jensen_shannon(policy: Tensor, reference: Tensor) -> Tensor:
-    """From its definition on probabilities `[1, V]`."""
+    """JSD from its definition, on log-probabilities `[1, V]`."""
     mixture = (1 - JSD_WEIGHT) * policy + JSD_WEIGHT * reference
     parts = ((1 - JSD_WEIGHT, policy), (JSD_WEIGHT, reference))
     return torch.stack([weight * (p * (p / mixture).log()).sum() for weight, p in parts]).sum()
@@ -100,7 +100,7 @@ def _bucketed(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
-    """Distributions over 4 to 8 outcomes, with log-ratios from small to ten nats."""
+    """Random bandits with 4 to 8 outcomes and log-ratios of up to ten nats."""
     generator = torch.Generator().manual_seed(seed)
     bandits = []
     for index in range(count):
@@ -112,7 +112,7 @@ def random_bandits(count: int = 8, seed: int = 0) -> list[Bandit]:
 
 
 def _gradient(total: Tensor, theta: Tensor) -> Tensor:
-    """∂total/∂θ, zero where total does not depend on θ (a formula that is detached throughout)."""
+    """∂total/∂θ; zero if total does not depend on θ, as for a fully detached formula."""
     if not total.requires_grad:
         return torch.zeros_like(theta)
     gradient = torch.autograd.grad(total, theta, allow_unused=True)[0]
@@ -131,7 +131,7 @@ def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
 
 
 def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Tensor:
-    """∇ of E[f] with the samples held fixed, as autograd of a loss sees it: Σ_y w(y) ∇f(y)."""
+    """The gradient of E[f] with fixed samples, like autograd of a loss: Σ_y w(y) ∇f(y)."""
     theta, logp = bandit.logp()
     old = bandit.old_logp(sampling)
     return _gradient((old.exp() * formula(logp, bandit.ref_logp, old)).sum(), theta)
@@ -140,9 +140,9 @@ def gradient_in_loss(formula: Formula, bandit: Bandit, sampling: str = ON) -> Te
 def gradient_in_reward(
     formula: Formula, bandit: Bandit, sampling: str = ON, *, placement: str = "reward", ratio: bool = True
 ) -> Tensor:
-    """Σ_y w(y) ρ(y) sg(f(y)) s(y): a penalty in the reward or in the advantage, under the policy term.
+    """The expected gradient of a penalty in the reward or the advantage: Σ_y w(y) ρ(y) sg(f(y)) s(y).
 
-    The policy term −ρ·A has the ratio, 1 on-policy; `ratio=False` is the plain −A·log π term.
+    The policy term is −ρ·A, where ρ is 1 on-policy. With `ratio=False` it is the plain −A·log π.
     """
     theta, logp = bandit.logp()
     old = bandit.old_logp(sampling)
@@ -165,7 +165,7 @@ def relative_error(measured: Tensor, target: Tensor) -> float:
 class SequenceWorld:
     """A tabular policy over sequences: one row of logits per prefix.
 
-    Rows are ordered by prefix length, then by prefix: row 0 for the empty one, 1 + y₀ after one token, and so on.
+    Rows are ordered by prefix length, then by prefix: row 0 is the empty prefix, row 1 + y₀ the prefix of one token y₀.
     """
 
     policy: Tensor
@@ -174,7 +174,7 @@ class SequenceWorld:
     steps: int
 
     def with_sampler_near(self, distance: float = 1e-7) -> SequenceWorld:
-        """The same with a sampler almost equal to the policy."""
+        """The same problem with a sampler almost equal to the policy."""
         return replace(self, sampler=self.policy + distance * (self.sampler - self.policy))
 
     @property
@@ -190,7 +190,7 @@ class SequenceWorld:
         return torch.tensor(list(itertools.product(range(self.vocabulary), repeat=self.steps)))
 
     def rows(self, sequences: Tensor) -> Tensor:
-        """The row of the table that each position of each sequence reads, `[N, T]`."""
+        """The index `[N, T]` of the row that each position of each sequence uses."""
         offset, index, columns = 0, torch.zeros(len(sequences), dtype=torch.long), []
         for step in range(self.steps):
             columns.append(offset + index)
@@ -202,7 +202,7 @@ class SequenceWorld:
 def sequence_world(
     steps: int = 3, vocabulary: int = 4, seed: int = 1, scale: float = 1.0, sampler_scale: float = 0.5
 ) -> SequenceWorld:
-    """Random tables: the policy's logits are drawn first, then the reference's; the sampler is a perturbed policy."""
+    """Random tables. The policy's logits are drawn first, then the reference's. The sampler is a perturbed policy."""
     generator = torch.Generator().manual_seed(seed)
     rows = sum(vocabulary**step for step in range(steps))
     draw = [scale * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -216,7 +216,7 @@ SequenceLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class GradientQuality:
-    """An estimator's gradient against the true one: relative error, cosine, total variance."""
+    """Comparison of an estimator's gradient with the true one: relative error, cosine, total variance."""
 
     relative_error: float
     cosine: float
@@ -227,7 +227,7 @@ class GradientQuality:
 class EnumeratedSequences:
     """Every sequence of a tabular policy: its log-probabilities under policy, reference and sampler, and its weight.
 
-    `values` is a divergence of each token `[N, T]`, `rows` the row of the tables that each token is drawn from.
+    `values` `[N, T]` is the divergence at each token. `rows` is the index of the row that each token is drawn from.
     """
 
     theta: Tensor
@@ -240,7 +240,7 @@ class EnumeratedSequences:
     reference: Tensor
 
     def divergences(self) -> dict[str, Tensor]:
-        """KL_seq in both directions, and the mean sums of other divergences along the sequences, by definition."""
+        """KL_seq in both directions, and the expected sums of other divergences along sequences, by definition."""
         total, ref_total = self.logp.sum(-1), self.ref.sum(-1)
         quantities: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
             "along ref||policy": lambda p, q: (q * (q / p).log()).sum(),
@@ -262,7 +262,7 @@ class EnumeratedSequences:
 def enumerate_sequences(
     world: SequenceWorld, sampling: str, divergence: Divergence | None = None
 ) -> EnumeratedSequences:
-    """Enumerate every sequence, with the policy's table as a leaf tensor; `divergence` is by default the exact KL."""
+    """Enumerate every sequence, with the policy's table as a leaf tensor. `divergence` defaults to the exact KL."""
     theta = world.policy.clone().requires_grad_()
     sequences = world.sequences()
     rows, index = world.rows(sequences), sequences.unsqueeze(-1)
@@ -308,7 +308,7 @@ def sequence_gradient(
 def sequence_quality(
     world: SequenceWorld, loss: SequenceLoss, sampling: str = ON, divergence: Divergence | None = None
 ) -> GradientQuality:
-    """Relative error, cosine and variance of a sequence-level estimator, against ∇KL_seq(policy‖reference)."""
+    """Relative error, cosine and variance of a sequence-level estimator with respect to ∇KL_seq(policy‖reference)."""
     truths, mean, variance = sequence_gradient(world, loss, sampling, divergence)
     truth = truths["policy||ref"]
     cosine = (mean @ truth / (mean.norm() * truth.norm())).item()

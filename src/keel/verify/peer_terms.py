@@ -1,4 +1,4 @@
-"""KL terms of other trainers: the value and expected gradient of their own code, by enumeration."""
+"""KL terms of other trainers: value and expected gradient of their own code, by enumeration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from keel.kl import exact_kl
 from keel.kl.facts import POLICY_REF, REF_POLICY
 from keel.verify.oracle import OFF, ON, Bandit, relative_error
 
-EQUAL = 1e-5  # relative: several trainers compute in fp32 regardless of the input
-NEAR = 2.0  # nats: the largest log-ratio of the near bandits, below every trainer's clamp
+EQUAL = 1e-5  # relative tolerance; several trainers compute in fp32 regardless of the input
+NEAR = 2.0  # the largest log-ratio of the near bandits in nats, below every trainer's clamp
 JSD, DIFFERENCE = "jsd", "policy||ref - ref||policy"
 GRADIENT_LABELS = {
     POLICY_REF: "∇KL(policy‖ref)",
@@ -31,7 +31,7 @@ GRADIENT_LABELS = {
 }
 VALUE_LABELS = {POLICY_REF: "KL(policy‖ref)", REF_POLICY: "KL(ref‖policy)", JSD: "JSD", "zero": "zero", "none": "no KL"}
 
-# (logits of policy, reference and sampler, each [V]) -> (the KL's value, the loss), each [V]: one per sampled token
+# (logits of policy, reference and sampler, each [V]) -> (value of the KL, loss), each [V], one entry per sampled token
 Losses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -81,7 +81,7 @@ def in_loss(formula: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Losses:
 
 
 def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """A penalty of (old, ref), each `[V, 1]`, subtracted from the advantage of the policy term −ρ·A."""
+    """A loss from a penalty of (old, ref), each `[V, 1]`, subtracted from the advantage of the policy term −ρ·A."""
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
         logp, ref_logp, old = (logits.log_softmax(0)[:, None] for logits in (policy, ref, sampler))
@@ -92,7 +92,7 @@ def in_advantage(penalty: Callable[[Tensor, Tensor], Tensor]) -> Losses:
 
 
 def by_token(loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Losses:
-    """A loss of the logits of student, teacher and sampler, and the sampled token, for each token in turn."""
+    """Losses from a function of the logits of student, teacher and sampler and a sampled token, called per token."""
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
         each = torch.stack([loss(policy, ref, sampler, torch.tensor(token)) for token in range(len(policy))]).double()
@@ -102,7 +102,7 @@ def by_token(loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Losses
 
 
 def of_distributions(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
-    """A loss of the logits of student and teacher, whatever token was sampled."""
+    """Losses from a function of the logits of student and teacher, equal for every sampled token."""
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
         each = loss(policy, ref).double().expand(len(policy))
@@ -112,7 +112,7 @@ def of_distributions(loss: Callable[[Tensor, Tensor], Tensor]) -> Losses:
 
 
 def examine_term(peer: str, version: str, term: PeerTerm) -> PeerTermResult:
-    """Enumerate a term on bandits with log-ratios below 2 nats, and on some with up to ten."""
+    """Enumerate a term on bandits with log-ratios below 2 nats, and on bandits with log-ratios of up to ten nats."""
     near, far = _worlds(term.vocabulary, NEAR), _worlds(term.vocabulary, None)
     try:
         gradients = [_gradient(term.losses, world, ON) for world in near]
@@ -149,7 +149,7 @@ def _worlds(vocabulary: int, limit: float | None) -> list[Bandit]:
         policy, ref, sampler = (torch.randn(vocabulary, generator=generator, dtype=torch.float64) for _ in range(3))
         if limit is None:
             worlds.append(Bandit(2.5 * policy, 2.5 * ref, 2.5 * sampler))
-        else:  # logits that differ by half a limit give log-probabilities that differ by less than one
+        else:  # logits that differ by half the limit give log-probabilities that differ by less than the limit
             worlds.append(Bandit(policy, policy + limit / 2 * ref.tanh(), policy + limit / 2 * sampler.tanh()))
     return worlds
 
@@ -161,7 +161,7 @@ def _mean(losses: Losses, world: Bandit) -> Tensor:
 
 
 def _gradient(losses: Losses, world: Bandit, sampling: str) -> Tensor:
-    """Σ_y w(y) ∇ loss(y), with tokens sampled from the policy or an older one."""
+    """The expected gradient Σ_y w(y) ∇loss(y), with tokens sampled from the policy or from an older one."""
     theta = world.policy.clone().requires_grad_()
     sampler = world.policy if sampling == ON else world.sampler
     _, loss = losses(theta, world.reference, sampler)
@@ -215,7 +215,7 @@ def _cosine(gradients: list[Tensor], worlds: list[Bandit], target: str) -> float
 
 
 def _source_of(function: Callable[..., Any]) -> tuple[str, int]:
-    """The source file below site-packages, and the line."""
+    """The source file, relative to site-packages, and the line."""
     function = inspect.unwrap(function)
     path = Path(inspect.getsourcefile(function) or "")
     parts = path.parts

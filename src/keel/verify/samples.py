@@ -1,6 +1,7 @@
-"""Proofs about off-policy samples: stale ones from an older policy, and filtered ones (top-k).
+"""Proofs about off-policy samples: stale samples from an older policy, and filtered samples (top-k).
 
-Three policies: μ is the sampler, the old policy is the trainer's at the start of the step, π is the trained one.
+There are three policies. μ is the sampler, the old policy is the trainer's at the start of the step, and π is the
+policy in training.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ VALUES = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def stale() -> list[Check]:
-    """The policy term under every loss, the KL in the reward, the cap's bias, and what is measured."""
+    """Check the policy term under every loss, the KL in the reward, the bias of the cap, and the metrics."""
     enumerated, bandits = completions(sequence_world(), STALE), random_bandits()
     fresh = _drawn_by_old(enumerated)
     now, then, worst = (max(map(error, bandits)) for error in (_reward_now, _reward_then, _cap_bias))
@@ -62,7 +63,7 @@ def _drawn_by_old(enumerated: EnumeratedCompletions) -> Tensor:
 def _term_gradient(name: str, enumerated: EnumeratedCompletions, probability: Tensor, level: str | None) -> Tensor:
     """The expected gradient of the policy term over completions drawn with these probabilities.
 
-    `level` is that of the mismatch weights, None for samples from the old policy.
+    `level` is the level of the mismatch weights, or None for samples from the old policy.
     """
     leaf = enumerated.logp.detach().requires_grad_()
     generator = torch.Generator().manual_seed(7)
@@ -83,14 +84,14 @@ def _term_gradient(name: str, enumerated: EnumeratedCompletions, probability: Te
 
 
 def _policy_term(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
-    """Sequence-level weights turn μ's samples into the old policy's, under every loss."""
+    """Check that sequence-level weights on μ's samples give the old policy's gradient, under every loss."""
     measured = _term_gradient(name, enumerated, enumerated.weights, "sequence")
     error = relative_error(measured, _term_gradient(name, enumerated, fresh, None))
     return _equal(f"{name}: stale samples × the sequence's old/μ, against the old policy's own", error)
 
 
 def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
-    """Token-level weights ignore prefixes and later tokens: better than no weights, but not exact."""
+    """Check that token-level weights are better than none but not exact: they ignore prefixes and later tokens."""
     truth = _term_gradient(name, enumerated, fresh, None)
     weighted, unweighted = (
         relative_error(_term_gradient(name, enumerated, enumerated.weights, level), truth) for level in ("token", None)
@@ -121,7 +122,7 @@ def _reward_then(bandit: Bandit) -> float:
 
 
 def _cap_bias(bandit: Bandit) -> float:
-    """|E_μ[min(w, C)·f] − E_π[f]| over its bound, for the worst of the estimators."""
+    """|E_μ[min(w, C)·f] − E_π[f]| divided by its bound, for the worst estimator."""
     policy, mu, d = bandit.old_logp(ON), bandit.old_logp(OFF), bandit.ref_logp - bandit.old_logp(ON)
     mask = torch.ones_like(mu, dtype=torch.bool)
     weights = mismatch_weights(policy, mu, mask, MismatchOptions(cap=CAP))
@@ -135,7 +136,7 @@ def _cap_bias(bandit: Bandit) -> float:
 
 
 def _measured(enumerated: EnumeratedCompletions) -> list[Check]:
-    """The metrics' functions on every completion, weighted by μ's probability. The measured policy is π."""
+    """Check the metric functions on every completion, weighted by μ's probability. The measured policy is π."""
     assert enumerated.sample is not None
     logp, mask = enumerated.logp.detach(), enumerated.mask
     weights = mismatch_ratio(logp, enumerated.sample, mask)
@@ -167,7 +168,7 @@ def _measured(enumerated: EnumeratedCompletions) -> list[Check]:
 
 
 def filtered(bandit: Bandit, top_k: int = 2) -> tuple[Tensor, Tensor]:
-    """The policy's log-probabilities `[V, 1]` after top-k, −inf outside of it, and the kept mass M."""
+    """The policy's log-probabilities `[V, 1]` after top-k (−inf for other tokens), and the kept mass M."""
     logp = bandit.old_logp(ON)
     kept = logp >= logp.flatten().topk(top_k).values[-1]
     mass = logp.exp()[kept].sum()
@@ -175,7 +176,7 @@ def filtered(bandit: Bandit, top_k: int = 2) -> tuple[Tensor, Tensor]:
 
 
 def filters() -> list[Check]:
-    """With kept mass M, the bias of means weighted by π/q is at most (1 − M)·max|f|, of unweighted means twice that."""
+    """Check bounds on the bias for a kept mass M: (1 − M)·max|f| for means weighted by π/q, else twice that."""
     bandits = random_bandits()
     weighted, unweighted, lower, divergences = [], [], [], []
     for bandit in bandits:

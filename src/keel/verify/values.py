@@ -18,7 +18,7 @@ from keel.verify.oracle import OFF, ON, Bandit, random_bandits, relative_error
 
 
 def gaussian_moments(estimator: str, m: float) -> tuple[float, float]:
-    """Bias and standard deviation over the true KL, for N(0,1) against N(m,1), by Gauss–Hermite quadrature."""
+    """Bias and standard deviation, divided by the true KL, for N(0,1) against N(m,1), by Gauss–Hermite quadrature."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(120)
     d = torch.from_numpy(m * nodes - m * m / 2)
     probability = torch.from_numpy(weights / math.sqrt(2 * math.pi))
@@ -37,7 +37,7 @@ GAUSSIAN: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] =
 
 
 def gaussian() -> list[Check]:
-    """Schulman's example against its closed forms (his blog prints 0.002 for k2's bias at m = 0.1; it is 0.0025)."""
+    """Check Schulman's example against its closed forms. His blog has 0.002 for k2's bias at m = 0.1; it is 0.0025."""
     rows = []
     for m in (0.1, 1.0):
         for name, (bias_of, std_of) in GAUSSIAN.items():
@@ -72,7 +72,7 @@ def correct_k3(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
 
 
 def reversed_k3(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-    """exp(logp − ref) − (logp − ref) − 1: KL(ref‖policy) on samples from the reference, no KL on the policy's."""
+    """exp(logp − ref) − (logp − ref) − 1. It is KL(ref‖policy) on samples from the reference only."""
     return kl.k3(logp - ref)
 
 
@@ -85,7 +85,7 @@ def _sampled(values: Tensor, weights: Tensor, samples: int = 400_000) -> tuple[f
 
 
 def direction() -> list[Check]:
-    """The direction of k3 on samples from the policy and from an older one: exact sums and Monte Carlo."""
+    """Check the direction of k3 on samples from the policy and from an older one, by exact sums and Monte Carlo."""
     bandit = sharp_bandit()
     logp, ref, old = bandit.old_logp(ON), bandit.ref_logp, bandit.old_logp(OFF)
     truths = bandit.kl_values
@@ -117,7 +117,7 @@ def direction() -> list[Check]:
 
 
 def truncation() -> list[Check]:
-    """A head sum is no KL; a tail bucket makes it one; a sampled tail makes it unbiased."""
+    """Check that a head sum is not a KL, that a tail bucket makes it a KL, and that a sampled tail is unbiased."""
     generator = torch.Generator().manual_seed(3)
     policy, reference = (
         torch.randn(200, 12, generator=generator, dtype=torch.float64).mul(2).log_softmax(-1) for _ in "pq"
@@ -164,7 +164,7 @@ def _unbiased_topk_errors(whose: str) -> tuple[float, float]:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """Bisection for an increasing function."""
+    """The root of an increasing function, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)
@@ -172,7 +172,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def numerics() -> list[Check]:
-    """Numerical failures of fp32, and Keel's forms in the same places."""
+    """Check where fp32 fails numerically, and that Keel's forms do not fail there."""
     tiny = torch.tensor(1e-6)
     naive = (tiny.exp() - 1 - tiny).item()
     ours = kl.k3(tiny).item()

@@ -224,6 +224,7 @@ def test_a_model_against_itself_is_exactly_zero(tmp_path: Path) -> None:
         assert set(everything(drift)) == {0.0}
 
 
+@pytest.mark.slow
 def test_adapters_agree_with_merged_models_and_share_their_base(tmp_path: Path) -> None:
     base = save(small(0), tmp_path / "base")
     one, one_merged = save_adapter(base, tmp_path / "one", 1)

@@ -167,6 +167,7 @@ def test_the_silent_defaults_are_the_installed_trls():
     }
 
 
+@pytest.mark.slow
 def test_the_silent_defaults_of_a_distillation_are_the_installed_trls():
     from dataclasses import fields
 

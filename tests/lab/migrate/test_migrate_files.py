@@ -415,7 +415,7 @@ def test_the_kl_term_of_a_verl_file_is_kept(tmp_path, options, expected):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({A + "use_kl_loss": True, A + "kl_loss_coef": 0.0}, "is on while β is 0"),
+        ({A + "use_kl_loss": True, A + "kl_loss_coef": 0.0}, "is on but β is 0"),
         ({A + "use_kl_loss": "False"}, "use_kl_loss is 'False': expected true or false"),
         (
             {A + "use_kl_loss": True, A + "kl_loss_coef": "$COEF"},

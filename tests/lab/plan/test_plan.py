@@ -189,6 +189,7 @@ def test_parts_by_hand():
     assert lora.trainable < full.trainable / 2
 
 
+@pytest.mark.slow
 def test_offloaded_parts_rest_in_main_memory_and_come_back_for_their_own_phase():
     there = planned(hardware="h200")
     resting = planned("reference={kind: frozen, offload: true}", "optim.offload=true", hardware="h200")
@@ -199,11 +200,13 @@ def test_offloaded_parts_rest_in_main_memory_and_come_back_for_their_own_phase()
     assert resting.phases["optimizer step"] == there.phases["optimizer step"] - (host - moments)
 
 
+@pytest.mark.slow
 def test_an_average_of_half_precision_weights_is_kept_in_fp32_too():
     half = planned("model.dtype=bfloat16", "reference={kind: ema}")
     assert half.parts["reference"] == half.parts["weights"] + 4 * half.parameters
 
 
+@pytest.mark.slow
 def test_half_precision_passes_hold_more_on_cuda():
     """GPT-2's activation computes a power, which autocast keeps in fp32 there; the same passes on a CPU do not."""
     overrides = [HALF, "rollout.max_completion_length=64", *GPT2]
@@ -213,6 +216,7 @@ def test_half_precision_passes_hold_more_on_cuda():
     assert again.parts["activations"] < cuda.parts["activations"]
 
 
+@pytest.mark.slow
 def test_contexts_kept_between_turns_are_counted_up_to_their_limit():
     native = [override for override in job("rollout.join_turns=false") if not override.startswith("rollout.engine=")]
     one, several = (load_config({}, [*native, f"rollout.max_turns={turns}"]) for turns in (1, 3))
@@ -278,6 +282,7 @@ def test_what_does_not_fit_is_told_how_to(capsys):
     assert data["seconds"] == {}
 
 
+@pytest.mark.slow
 def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_makes_there():
     config = load_config({}, job("rollout.max_completion_length=160", "rollout.prompts_per_step=8"))
     roomy = plan(config, KNOWN["a100"])
@@ -289,6 +294,7 @@ def test_a_gpu_with_less_memory_is_planned_with_the_smaller_passes_that_a_run_ma
     assert tight.parts["activations"] < 0.6 * roomy.parts["activations"]
 
 
+@pytest.mark.slow
 def test_a_large_model_is_planned_without_its_weights(tmp_path):
     """A folder with a config and a tokenizer is enough; a 7B shape in bf16 has the weights it should have."""
     LlamaConfig(
@@ -326,6 +332,7 @@ def test_bad_input_is_one_line(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_not_measured_says_why(capsys):
     words = ["train", "default", *job("rollout.engine=native"), "--plan", "--json"]
     for more, said in (
@@ -337,6 +344,7 @@ def test_what_is_not_measured_says_why(capsys):
     assert obstacle(load_config({}, job("rollout.engine=native")), kind="cpu", fits=False) == "a step does not fit"
 
 
+@pytest.mark.slow
 def test_a_whole_step_is_timed(capsys):
     words = ["train", "default", *job("rollout.engine=native"), "--plan"]
     assert main([*words, "--json"]) == 0

@@ -40,6 +40,7 @@ def test_one_device_is_the_dry_run(job):
             assert estimate.parts[name] / rank.layout.devices <= rank.parts[name] < estimate.parts[name]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_too_small_for_whole_weights():
     """Weights and moments that two devices share leave room where one has none."""
     config = load_config(BASE, ["rollout.dtype=bfloat16", "rollout.prompts_per_step=2"])

@@ -32,11 +32,10 @@ from keel.lab.plots.charts import (
     wants_log,
 )
 from keel.lab.report import html
-from keel.lab.report.episode import completion, span
 from keel.lab.report.html import charts
 from keel.lab.report.panels import PANELS, panels
 from keel.lab.report.rollouts import colour_scale, facts, readable
-from keel.lab.report.samples import all_completions, pick, section
+from keel.lab.report.samples import all_completions, completion, pick, section, span
 from keel.lab.report.sections import flatten, retention_table, seconds, since
 from keel.lab.report.verdict import accuracy, kl_figures, labels, sentences
 from keel.loggers import RunDirectory

@@ -17,9 +17,8 @@ from keel.cli import main
 from keel.doctor.runs import RunRecord
 from keel.envs.episode import SingleTurn
 from keel.lab.report import write_report
-from keel.lab.report.episode import completion
 from keel.lab.report.rollouts import choose, message_text, messages_of, read_step, tokens_of, turns_of
-from keel.lab.report.samples import section
+from keel.lab.report.samples import completion, section
 from keel.lab.report.terminal import show_rollouts
 from keel.models.tiny import word_tokenizer
 from keel.trainer.records import token_texts

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from keel.lab.studies import read_study
-from keel.lab.studies.folder import RunOutcome, jobs
+from keel.lab.studies.folder import JobOutcome, jobs
 from keel.lab.studies.progress import LINE_S, Progress, last_step, supervised_lines
 from lab.studies.small_study import STUDY
 
@@ -73,8 +73,8 @@ def test_a_study_as_it_is_watched(planned, tmp_path):
         assert lines[-1] == f"0/2 runs; {phases}; {progress.time_left()}"
         write(first.folder, "summary.json", 6)
         assert look(10)[0][0] == "beta=0 seed=0: measuring the drift"
-        progress.finish(first.label, RunOutcome("done"))
+        progress.finish(first.label, JobOutcome("done"))
         assert lines[-1] == "1/2 beta=0 seed=0: done; about 33 s left"  # 6 of 8 steps in 100 s
-        progress.finish(second.label, RunOutcome("failed", "no luck"))
+        progress.finish(second.label, JobOutcome("failed", "no luck"))
         assert lines[-1] == "2/2 beta=0.5 seed=0: failed (no luck)"
         assert progress.fraction() == 1

@@ -126,7 +126,7 @@ def test_a_difference_without_spread_is_told_without_a_test():
     assert texts[0].startswith(
         "No winner in accuracy: a=2 has the highest mean, 51.0 %, not significantly different from a=1 ("
     )
-    assert any(text.endswith("): a=2 +1.0 points at every seed (no spread, so no test).") for text in texts)
+    assert any(text.endswith("): a=2 +1.0 points at every seed (no variance, so no test).") for text in texts)
 
 
 def test_failed_runs_are_no_seeds():

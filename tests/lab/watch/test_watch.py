@@ -178,10 +178,10 @@ def test_the_line_of_a_run_that_ends_names_its_worst_finding(tmp_path):
         )
         followed = FollowedRun(run.path)
         followed.refresh()
-        assert followed.standing.startswith("still running")
+        assert followed.state_text.startswith("still running")
         run.close()
         followed.refresh()
-        assert followed.standing.startswith("error kl/explosion; ")
+        assert followed.state_text.startswith("error kl/explosion; ")
 
 
 def test_findings_of_an_earlier_run_are_not_those_of_the_next_in_its_folder(tmp_path, monkeypatch):
@@ -413,7 +413,7 @@ def test_a_run_that_goes_on_from_its_end_is_running(tmp_path):
     with RunDirectory.resume(path) as run:
         run.write_text("config.yaml", "run: {max_steps: 40}\n")
         watcher.refresh()
-        assert (watcher.runs[0].kind, watcher.runs[0].standing) == ("running", "still running, 20 of 40 steps")
+        assert (watcher.runs[0].kind, watcher.runs[0].state_text) == ("running", "still running, 20 of 40 steps")
     watcher.refresh()
     assert watcher.runs[0].kind == "stopped"
 

@@ -184,33 +184,37 @@ def test_labels_of_data_need_no_engine(tmp_path: Path, monkeypatch: pytest.Monke
 ROW = env_rows(1)[0]["text"]
 ROOK = "7k/8/8/8/8/8/8/R6K w - - 3 3"
 BROKEN: list[tuple[str, dict[str, Any], str]] = [
-    ("chess_env", {"text": "hello"}, "broken.jsonl:2: column 'text' begins with neither 'P: ' nor 'A: '"),
+    ("chess_env", {"text": "hello"}, "broken.jsonl:2: column 'text' must start with 'P: ' or 'A: '"),
     ("chess_env", {"fen": "8/8 w - - 0 1", "move": "e2e4"}, "broken.jsonl:2: the FEN .* is broken: .*eight ranks"),
     ("chess_env", {"fen": "8/8/8/8/8/8/8/8 w - - 0 1", "move": "e2e4"}, "broken.jsonl:2: .*no white king"),
     ("chess_env", {"fen": START, "move": "Nf3"}, r"broken.jsonl:2: the move 'Nf3' is not in UCI .*SAN.*g1f3"),
     ("chess_env", {"fen": START}, "broken.jsonl:2: it has no column 'move'"),
     ("chess_env", {"fen": START, "move": "e2e4", "history": "Nf3"}, "broken.jsonl:2: the move 'Nf3'"),
-    ("chess_env", {"fen": START, "move": "e2e4", "history": 5}, "broken.jsonl:2: its history is 5: give the moves"),
-    ("chess_env", {"fen": START, "move": "e2e4", "history": ["e2e2"]}, "broken.jsonl:2: the move 'e2e2' stays on"),
-    ("chess_env", {"fen": START, "move": "e2e2"}, "broken.jsonl:2: the move 'e2e2' stays on its square"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": 5}, "broken.jsonl:2: its history is 5: give the previous"),
+    ("chess_env", {"fen": START, "move": "e2e4", "history": ["e2e2"]}, "broken.jsonl:2: the move 'e2e2' does not"),
+    ("chess_env", {"fen": START, "move": "e2e2"}, "broken.jsonl:2: the move 'e2e2' does not change the square"),
     (
         "chess_env",
         {"text": f"A: {ROOK}+a1a2+e5e5 a1a2+7k/8/8/8/8/8/R7/7K b - - 4 3+0.001+0+0"},
-        "broken.jsonl:2: the move 'e5e5' stays on its square",
+        "broken.jsonl:2: the move 'e5e5' does not change the square",
     ),
     ("chess_env", {"board": START}, "broken.jsonl:2: it has neither a text .* its columns are board"),
     (
         "chess_env",
         {"text": f"A: {START}+e2e4+e2e4+{START}+0.001+0+0"},
-        "broken.jsonl:2: the rules say 'rnbqkbnr/.* not",
+        "broken.jsonl:2: the rules give 'rnbqkbnr/.* not",
     ),
     ("chess_env", {"text": f"A: {START}+e2e4+{START}"}, "broken.jsonl:2: an environment row is"),
     ("chess_policy", {"text": f"P: {START} M: e2e5 E: 0.1 B: e2e5"}, "broken.jsonl:2: the move e2e5 is not legal"),
-    ("chess_policy", {"text": f"P: {START} M: Nf3 E: 0.1 B: Nf3"}, "broken.jsonl:2: .*'Nf3' is no move in UCI"),
+    (
+        "chess_policy",
+        {"text": f"P: {START} M: Nf3 E: 0.1 B: Nf3"},
+        "broken.jsonl:2: .*'Nf3' is not a valid move in UCI",
+    ),
     (
         "chess_policy",  # as if Black's evaluations were White's
         {"text": f"P: {START} M: e2e4 d2d4 E: 0.1 0.4 B: e2e4"},
-        "broken.jsonl:2: the best move e2e4 has not the highest evaluation: they are for the side to move",
+        "broken.jsonl:2: the best move e2e4 does not have the highest evaluation: evaluations are for the side to move",
     ),
     ("chess_policy", {"fen": "7k/5Q2/5K2/8/8/8/8/8 b - - 1 1"}, "broken.jsonl:2: .*has no legal move"),
 ]

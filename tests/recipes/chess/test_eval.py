@@ -13,7 +13,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.envs.registry import build_task
 from keel.envs.registry import build_task as registered
-from keel.lab.report.episode import completion
+from keel.lab.report.samples import completion
 from keel.recipes.chess.format import PADDINGS, Analysis, policy_completion, policy_prompt
 from keel.recipes.chess.picture import answer_picture
 from keel.recipes.chess.puzzles import chess_puzzles
@@ -112,11 +112,11 @@ def test_mating_moves_by_hand() -> None:
         ("PuzzleId,FEN,Rating\none,x,800\n", "no column Moves"),
         ("a,b\n1,2\n", "no column FEN and Moves"),
         (HEAD + LINES + "bad,not a fen,e2e4 e7e5,1\n", "puzzles.csv:4: the FEN 'not a fen' is broken"),
-        (HEAD + f"bad,{BACK_RANK},d8a8,1\n", "two at least"),
+        (HEAD + f"bad,{BACK_RANK},d8a8,1\n", "at least the opponent's move"),
         (HEAD + f"bad,{BACK_RANK},Ra8 Rd8,1\n", "UCI notation"),
         (HEAD + f"bad,{BACK_RANK},d8a8 d1e8,1\n", "d1e8 is not legal"),
-        (HEAD + f"bad,{BACK_RANK},d8d8 d1d8,1\n", "puzzles.csv:2: the move 'd8d8' stays on its square"),
-        (HEAD + f"bad,{BACK_RANK},d8a8 d1d1,1\n", "puzzles.csv:2: the move 'd1d1' stays on its square"),
+        (HEAD + f"bad,{BACK_RANK},d8d8 d1d8,1\n", "puzzles.csv:2: the move 'd8d8' does not change the square"),
+        (HEAD + f"bad,{BACK_RANK},d8a8 d1d1,1\n", "puzzles.csv:2: the move 'd1d1' does not change the square"),
     ],
 )
 def test_broken_puzzles_are_named(text: str, said: str, tmp_path: Path) -> None:

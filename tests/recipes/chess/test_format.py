@@ -16,9 +16,10 @@ from keel.recipes.chess.format import (
     PADDINGS,
     Analysis,
     Padding,
-    Verdict,
+    StepResult,
     env_completion,
     env_prompt,
+    fen_fault,
     policy_completion,
     policy_prompt,
     read_env,
@@ -26,7 +27,6 @@ from keel.recipes.chess.format import (
     read_policy,
     read_policy_row,
 )
-from keel.recipes.chess.notation import fen_fault
 
 from .positions import random_game
 
@@ -38,7 +38,7 @@ def policy_row(fen: str, analysis: Analysis, padding: Padding = PADDINGS["source
     return policy_prompt(fen, padding) + policy_completion(analysis, padding)
 
 
-def env_row(fen: str, move: str, history: Sequence[str], verdict: Verdict) -> str:
+def env_row(fen: str, move: str, history: Sequence[str], verdict: StepResult) -> str:
     return env_prompt(fen, move, history) + env_completion(verdict)
 
 
@@ -57,7 +57,7 @@ def test_a_policy_row_to_the_letter() -> None:
 
 def test_an_environment_row_to_the_letter() -> None:
     after = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
-    row = env_row(START, "e2e4", ("e2e4",), Verdict(after, 0.001, False, False))
+    row = env_row(START, "e2e4", ("e2e4",), StepResult(after, 0.001, False, False))
     assert row == f"A: {START}+e2e4+e2e4+{after}+0.001+0+0"
     assert env_prompt(START, "e2e4") == f"A: {START}+e2e4+e2e4+"
     with pytest.raises(KeelError, match="at most 10 moves"):
@@ -79,7 +79,7 @@ def test_ten_thousand_positions_come_back_from_both_formats() -> None:
             history = (*history[-9:], uci)
             moves = tuple(dict.fromkeys((uci, *history)))[:5]
             analysis = Analysis(moves, tuple(round(rng.uniform(-99, 99), 2) for _ in moves), uci)
-            verdict = Verdict(after, rng.choice((0.001, 1.0, 0.5, -1.0)), rng.random() < 0.5, rng.random() < 0.5)
+            verdict = StepResult(after, rng.choice((0.001, 1.0, 0.5, -1.0)), rng.random() < 0.5, rng.random() < 0.5)
             padding = PADDINGS[rng.choice(("source", "none"))]
             kinds |= {"promotion"} if move.promotion else {"castling"} if after.split()[2] != fen.split()[2] else set()
 
@@ -107,14 +107,14 @@ def test_ten_thousand_positions_come_back_from_both_formats() -> None:
         (" e2e4", 1, 0, None, "no 'E:'"),
         (" e2e4 d2d4 E: 0.3", 2, 1, None, "no 'B:'"),
         (" e2e4 d2d4 E: 0.3 B: e2e4", 2, 1, "e2e4", "2 moves and 1 evaluations"),
-        (" e2e4 Nf3 E: 0.3 0.1 B: e2e4", 1, 2, "e2e4", "'Nf3' is no move in UCI notation"),
-        (" e4 d4 E: 0.3 0.1 B: e4", 0, 2, None, "'e4' is no move in UCI notation"),
+        (" e2e4 Nf3 E: 0.3 0.1 B: e2e4", 1, 2, "e2e4", "'Nf3' is not a valid move in UCI notation"),
+        (" e4 d4 E: 0.3 0.1 B: e4", 0, 2, None, "'e4' is not a valid move in UCI notation"),
         (" e2e4 e2e4 E: 0.3 0.3 B: e2e4", 2, 2, "e2e4", "stands twice"),
-        (" e2e4 d2d4 E: 0.3 nan B: e2e4", 2, 1, "e2e4", "'nan' is no evaluation"),
-        (" e2e4 d2d4 E: 0.3 1e9 B: e2e4", 2, 1, "e2e4", "'1e9' is no evaluation"),
+        (" e2e4 d2d4 E: 0.3 nan B: e2e4", 2, 1, "e2e4", "'nan' is not a valid evaluation"),
+        (" e2e4 d2d4 E: 0.3 1e9 B: e2e4", 2, 1, "e2e4", "'1e9' is not a valid evaluation"),
         (" e2e4 d2d4 E: 0.3 0.1 B: a2a3", 2, 2, "a2a3", "not among the moves"),
         (" e2e4 d2d4 E: 0.3 0.1 B: e2e4 d2d4", 2, 2, "e2e4", "something follows"),
-        (" a7a8k h7h8Q E: 0.3 0.1 B: a7a8q", 0, 2, "a7a8q", "'a7a8k' is no move"),
+        (" a7a8k h7h8Q E: 0.3 0.1 B: a7a8q", 0, 2, "a7a8q", "'a7a8k' is not a valid move"),
     ],
 )
 def test_what_is_wrong_with_a_policy_answer(
@@ -134,7 +134,7 @@ def test_lenient_reads_any_blanks_and_strict_is_exact() -> None:
     assert read_policy(loose).structure
     assert not read_policy(loose).exact
     assert read_policy(loose).evaluations == read_policy(gold).evaluations
-    told = env_completion(Verdict(START, 1.0, True, False))
+    told = env_completion(StepResult(START, 1.0, True, False))
     assert read_env(told).exact
     assert read_env(f" {START} + 1 +1+ 0\n").structure
     assert not read_env(f"{START}+1+1+0").exact
@@ -147,8 +147,8 @@ def test_lenient_reads_any_blanks_and_strict_is_exact() -> None:
         (START, True, "there are 1 fields"),
         (f"{START}+0.001+0", True, "there are 3 fields"),
         (f"{START}+0.001+0+0+0", True, "there are 5 fields"),
-        (f"{START}+win+0+0", True, "'win' is no number"),
-        (f"{START}+inf+0+0", True, "'inf' is no number"),
+        (f"{START}+win+0+0", True, "'win' is not a number"),
+        (f"{START}+inf+0+0", True, "'inf' is not a number"),
         (f"{START}+0.001+0+2", True, "are not 0 or 1"),
         ("rnbqkbnr/pppppppp/8/8+0.001+0+0", False, "it has 1 fields"),
     ],
@@ -191,6 +191,6 @@ def test_reading_pieces_of_rows_never_raises_and_exact_means_exact(words: list[s
             assert policy_completion(Analysis(policy.moves, policy.evaluations, str(policy.best))) == text
         if env.exact:
             assert (
-                env_completion(Verdict(str(env.fen), env.reward or 0.0, *map(bool, (env.terminated, env.truncated))))
+                env_completion(StepResult(str(env.fen), env.reward or 0.0, *map(bool, (env.terminated, env.truncated))))
                 == text
             )

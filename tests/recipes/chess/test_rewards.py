@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keel.recipes.chess.format import Verdict, read_env, read_policy
+from keel.recipes.chess.format import StepResult, read_env, read_policy
 from keel.recipes.chess.rewards import (
     FULL_ENV,
     FULL_POLICY,
@@ -31,8 +31,8 @@ LEGAL = legal_moves(START)
 LINES = (("e2e4", 0.5), ("d2d4", 0.4), ("g1f3", 0.3), ("c2c4", 0.2), ("b1c3", 0.1))
 GOLD = " g1f3 e2e4 d2d4 b1c3 c2c4      E: 0.30 0.50 0.40 0.10 0.20                B: e2e4"
 AFTER = "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq - 0 1"
-TRUTH = Verdict(AFTER, 0.001, False, False)
-ILLEGAL = Verdict(START, -1.0, False, True)  # what an illegal move leads to
+TRUTH = StepResult(AFTER, 0.001, False, False)
+ILLEGAL = StepResult(START, -1.0, False, True)  # what an illegal move leads to
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ ENV_EXPLOITS = {
 
 
 @pytest.mark.parametrize(("text", "truth", "total"), ENV_EXPLOITS.values(), ids=list(ENV_EXPLOITS))
-def test_what_an_environments_answer_without_chess_earns(text: str, truth: Verdict, total: float) -> None:
+def test_what_an_environments_answer_without_chess_earns(text: str, truth: StepResult, total: float) -> None:
     assert env_reward(read_env(text), truth, START).total == pytest.approx(total)
 
 
@@ -274,9 +274,9 @@ def test_a_copy_of_the_position_earns_no_more_than_its_form(fen: str, fields: st
     board = chess.Board(AFTER)
     copy = f"{board.board_fen()} {fields.partition(' ')[2]}"
     board.push_uci("g8f6")
-    truth = Verdict(board.fen(en_passant="legal"), 0.001, False, False)
+    truth = StepResult(board.fen(en_passant="legal"), 0.001, False, False)
     assert env_reward(read_env(f"{copy}+{value}+{flags}"), truth, AFTER).total <= 0.15 + 1e-9
-    assert fen_progress(fen, Verdict(fen, 0.001, False, False), AFTER) == 1.0
+    assert fen_progress(fen, StepResult(fen, 0.001, False, False), AFTER) == 1.0
 
 
 def placement(squares: list[str]) -> str:
@@ -291,7 +291,7 @@ wrong_squares = st.dictionaries(st.integers(0, 63), st.sampled_from(".PpQk"), ma
 
 @given(wrong_squares, st.integers(0, 63), st.floats(-2, 2), st.booleans(), st.sampled_from([TRUTH, ILLEGAL]))
 def test_a_better_position_never_earns_less(
-    wrong: dict[int, str], mended: int, value: float, over: bool, truth: Verdict
+    wrong: dict[int, str], mended: int, value: float, over: bool, truth: StepResult
 ) -> None:
     assert placement(right_squares) == AFTER.split(" ")[0]
     squares = [wrong.get(n, square) for n, square in enumerate(right_squares)]

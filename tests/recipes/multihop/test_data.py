@@ -71,7 +71,7 @@ def test_hub_names_with_a_part_of_a_split(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", row())
-    with pytest.raises(KeelError, match="names no row"):
+    with pytest.raises(KeelError, match="selects no rows"):
         read_questions(source_of({"path": f"{path}[5:]"}), 1.0)
 
 
@@ -91,7 +91,7 @@ def test_broken_rows_beyond_a_part_do_not_count_and_the_first_is_named(tmp_path:
     assert read("[1:4]").notes[0].endswith("2 broken rows skipped (data.on_broken=skip), the first at bad.jsonl:2")
     assert read("[2:6]").notes[0].endswith("the first at bad.jsonl:3")
     assert read("").notes[0].endswith("3 broken rows skipped (data.on_broken=skip), the first at bad.jsonl:2")
-    with pytest.raises(KeelError, match=r"bad\.jsonl:3: .*holds no paragraphs \(1 more: bad\.jsonl:5\)"):
+    with pytest.raises(KeelError, match=r"bad\.jsonl:3: .*'paragraphs' is empty \(1 more: bad\.jsonl:5\)"):
         read("[2:]", "error")
     with pytest.raises(KeelError, match="has 7"):
         read("[7:]")
@@ -104,9 +104,9 @@ def without_support() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (without_support(), "no paragraph is supporting"),
-        (row(paragraphs=[]), "holds no paragraphs"),
-        (row(paragraphs=None), "holds no paragraphs"),
+        (without_support(), "it has no supporting paragraph"),
+        (row(paragraphs=[]), "'paragraphs' is empty"),
+        (row(paragraphs=None), "'paragraphs' is empty"),
         (row(paragraphs=[{"title": "x"}]), "paragraph 0 has no paragraph_text"),
         (row(paragraphs=[*row()["paragraphs"], row()["paragraphs"][0]]), "the same idx"),
         (row(answer=None, answer_aliases=[]), "column 'answer' is empty"),

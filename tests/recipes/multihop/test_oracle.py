@@ -47,7 +47,7 @@ def test_a_row_whose_support_is_cut_off_is_named(tmp_path: Path, capsys: pytest.
 
 def test_a_broken_row_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([written(tmp_path / "a.jsonl", row(), row(paragraphs=[]))]) == 2
-    assert "a.jsonl:2: column 'paragraphs' holds no paragraphs" in capsys.readouterr().err
+    assert "a.jsonl:2: column 'paragraphs' is empty" in capsys.readouterr().err
     assert main([]) == 2
     assert main([written(tmp_path / "b.jsonl", row()), "top_n"]) == 2
 

@@ -24,14 +24,14 @@ import keel.rollout.vllm
 from keel.base.errors import KeelError
 from keel.base.world import SINGLE_PROCESS
 from keel.cli import main
+from keel.envs.endpoint import SECRET
 from keel.models.tiny import tiny_tokenizer
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import ModelMismatch
-from keel.rollout.vllm import client
-from keel.rollout.vllm.client import SECRET, ServerSampler
+from keel.rollout.vllm import client, connection
+from keel.rollout.vllm.client import ServerSampler
 from keel.rollout.vllm.engine import VllmEngine
-from keel.rollout.vllm.rows import Row
-from keel.rollout.vllm.samplers import first_difference, model_facts
+from keel.rollout.vllm.rows import Row, first_difference, model_facts
 from keel.rollout.vllm.service import PROTOCOL, Service
 from ranks import free_port
 from rollout import shapes
@@ -62,9 +62,9 @@ def assert_one_line(error: pytest.ExceptionInfo[KeelError]) -> None:
         ({"tokenizer": vocabulary_digest(tiny_tokenizer())}, "another tokenizer"),
         ({"protocol": PROTOCOL + 1}, "another version of Keel"),
         ({"dtype": "tensor"}, "type 'tensor'"),
-        ({"dtype": 32}, "says 32 as its dtype"),
-        ({"parts": None}, "says None as its parts"),
-        ({"context": "long"}, "says 'long' as its context"),
+        ({"dtype": 32}, "has the dtype 32"),
+        ({"parts": None}, "has the parts None"),
+        ({"context": "long"}, "has the context 'long'"),
     ],
 )
 def test_a_server_of_something_else(facts: dict[str, Any], message: str) -> None:
@@ -113,7 +113,7 @@ def test_a_model_that_was_saved_has_the_same_facts(kind: str, tmp_path: Path) ->
 
 def test_a_rank_above_the_servers_limit() -> None:
     adapted = get_peft_model(shapes.model("llama"), LoraConfig(r=16, target_modules=["q_proj"]))
-    limit = "up to rank 8 and the policy's has 16.*--max-lora-rank 16"
+    limit = "up to rank 8, but the policy's has 16.*--max-lora-rank 16"
     with hosted(PlainBackend()) as (server,), pytest.raises(KeelError, match=limit) as error:
         connect(server.url, model=adapted)
     assert_one_line(error)
@@ -202,7 +202,7 @@ def test_a_server_of_another_kind(page: Response) -> None:
 def test_a_server_that_fails() -> None:
     server = Hosted(answering(status=JSONResponse({"error": "out of order"}, 500)))
     try:
-        with pytest.raises(KeelError, match="refused: out of order"):
+        with pytest.raises(KeelError, match="refused the request: out of order"):
             connect(server.url)
     finally:
         server.stop()
@@ -226,7 +226,7 @@ class Trickling:
 )
 def test_an_answer_without_an_end(then: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "STATUS_S", 0.5)
-    monkeypatch.setattr(client, "ANSWER_BYTES", 2**18)
+    monkeypatch.setattr(connection, "ANSWER_BYTES", 2**18)
     server = Hosted(answering(status=StreamingResponse(Trickling(then))))
     try:
         with pytest.raises(KeelError, match=message) as error:
@@ -283,12 +283,12 @@ def line(**changes: Any) -> str:
         (PlainTextResponse(line(tokens=[1])), "gives 1 tokens and 2 and 2 log-probabilities"),
         (PlainTextResponse(line(filtered_logp=[-1.0])), "gives 2 tokens and 2 and 1 log-probabilities"),
         (PlainTextResponse(line(tokens=[1, 999])), "the token 999 of 260"),
-        (PlainTextResponse(line(sample_logp=[-1.0, float("nan")])), "a log-probability that is no number"),
+        (PlainTextResponse(line(sample_logp=[-1.0, float("nan")])), "a log-probability that is not a number"),
         (PlainTextResponse(line(tokens=[], sample_logp=[], filtered_logp=[])), "no token for problem 'p0'"),
         (PlainTextResponse(""), "lost 5 times .*its answer is incomplete"),
         (PlainTextResponse(line(id="77")), "lost 5 times .*its answer is incomplete"),
         (PlainTextResponse("busy", 503), "answers b'busy'"),
-        (JSONResponse({"error": "no such row"}, 400), "refused: no such row"),
+        (JSONResponse({"error": "no such row"}, 400), "refused the request: no such row"),
     ],
 )
 def test_rows_answered_wrongly(answer: Response, message: str) -> None:
@@ -319,8 +319,8 @@ class Liar(PlainBackend):
         (lambda d: {**d, "model.norm.weight": "0"}, "1 of 21 tensors differ, the first is model.norm.weight"),
         (lambda d: {name: d[name] for name in list(d)[1:]}, "other tensors .*such as model.embed_tokens.weight"),
         (lambda d: {**d, "more": "0"}, "other tensors than the policy, such as more"),
-        (lambda d: {}, "holds other tensors"),
-        (lambda d: None, "says 'None' as its digests"),
+        (lambda d: {}, "has other tensors"),
+        (lambda d: None, "answers 'None' instead of digests"),
     ],
 )
 def test_weights_that_are_not_held(changed: Any, message: str) -> None:
@@ -378,7 +378,7 @@ class Damaging(Service):
 
 @pytest.mark.parametrize(
     ("honest", "message"),
-    [(True, "weights-00000.safetensors did not arrive as it was sent"), (False, "tensors differ, the first is")],
+    [(True, "weights-00000.safetensors was changed in transit"), (False, "tensors differ, the first is")],
 )
 def test_weights_that_arrive_damaged(honest: bool, message: str) -> None:
     service = Damaging(PlainBackend(), PASSWORD)

@@ -189,7 +189,7 @@ def test_each_of_several_ranks_has_an_engine_of_its_own(vllm: type[FakeLLM], wor
 
 def test_a_base_that_vllm_has_read_otherwise_is_refused(vllm: type[FakeLLM]) -> None:
     """The base of an adapter comes from files that vLLM reads itself."""
-    with pytest.raises(KeelError, match="vLLM in this process holds other tensors than the policy"):
+    with pytest.raises(KeelError, match="vLLM in this process has other tensors than the policy"):
         built(vllm, lora=True)
     llm = vllm.made[-1]
     assert (llm.arguments["enable_lora"], llm.arguments["max_lora_rank"]) == (True, 8)
@@ -207,7 +207,7 @@ def test_weights_that_are_not_held_are_refused(vllm: type[FakeLLM], monkeypatch:
         return result
 
     llm.collective_rpc = asleep
-    with pytest.raises(KeelError, match="vLLM in this process does not hold the policy's weights"):
+    with pytest.raises(KeelError, match="vLLM in this process does not have the policy's weights"):
         engine.sync(model, 1)
 
 
@@ -244,7 +244,7 @@ def test_nothing_of_other_weights_is_read_from_the_cache(vllm: type[FakeLLM]) ->
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is no number")],
+    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is not a number")],
 )
 def test_what_cannot_be_trained_on(vllm: type[FakeLLM], change: dict[str, Any], message: str) -> None:
     engine, _, llm = built(vllm)

@@ -23,7 +23,8 @@ from keel.base.world import SINGLE_PROCESS
 from keel.rollout.engine import StaleWeights
 from keel.rollout.options import RolloutOptions, VllmOptions
 from keel.rollout.vllm import check_vllm, client, direct
-from keel.rollout.vllm.client import ServerLost, ServerSampler
+from keel.rollout.vllm.client import ServerSampler
+from keel.rollout.vllm.connection import ServerLost
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
@@ -147,7 +148,7 @@ def test_what_arrives_is_proven() -> None:
                 self.received["model.norm.weight"] += 1e-3
             super().step(step, info)
 
-    with hosted(Wrong()) as (server,), pytest.raises(KeelError, match="does not hold the policy's weights"):
+    with hosted(Wrong()) as (server,), pytest.raises(KeelError, match="does not have the policy's weights"):
         engine_of(shapes.model("llama"), server.url)
 
 
@@ -201,7 +202,7 @@ def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
 @pytest.mark.parametrize(
     ("status", "device", "line"),
     [
-        ({}, "cpu", "transfer=nccl sends from a GPU and the policy is on the cpu"),
+        ({}, "cpu", "transfer=nccl sends from a GPU, but the policy is on the cpu"),
         ({"transfer": "http", "devices": ["b"]}, "cuda:0", "start keel serve with --transfer nccl"),
         ({"transfer": "nccl", "devices": ["b", "a"]}, "cuda:0", "on the policy's own GPU.*use http"),
     ],

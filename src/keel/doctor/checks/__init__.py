@@ -17,16 +17,15 @@ from keel.doctor.suspects import history_figures, judge_suspects
 from keel.doctor.thresholds import Thresholds, load_thresholds
 
 for _area in iter_modules(__path__):
-    import_module(f"{__name__}.{_area.name}")  # which registers its checks
+    import_module(f"{__name__}.{_area.name}")  # importing an area registers its checks
 
 
 def check_history(history: History, thresholds: Thresholds | None = None) -> Diagnosis:
-    """All checks on one history: findings worst first, and what could not be decided with the reason."""
+    """Run all checks on one history: findings worst first, then undecided codes with the reason."""
     limits = load_thresholds() if thresholds is None else thresholds
     log = Log.of(history, limits)
     by_check: list[tuple[str, list[Finding | Unchecked | None]]] = [
-        (check.__module__.rpartition(".")[2], [*check(log)] or [None] * len(codes[:1]))
-        for check, codes in CHECKS.items()
+        (area, [*check(log)] or [None] * len(codes[:1])) for check, (area, codes) in CHECKS.items()
     ]
     results = [result for _, row in by_check for result in row]
     unchecked = [f"{result.code}: {result.why}" for result in results if isinstance(result, Unchecked)]
@@ -51,9 +50,9 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
 
 
 def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked | None]]]) -> tuple[str, ...]:
-    """Areas in which nothing was found, not even a note, and at least half could be decided; of how much, if not all.
+    """Areas without findings in which at least half of the codes were decided, with the fraction if not all were.
 
-    A check that could not be made counts with each of its codes, one that was made and silent counts once.
+    A check that could not run counts once for each of its codes; a silent one counts once.
     """
     areas: dict[str, list[Finding | Unchecked | None]] = {}
     for area, row in by_check:
@@ -67,20 +66,20 @@ def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked | None]]])
 
 
 def _concerned(area: str, log: Log) -> bool:
-    """Whether there was a teacher, tools or turns to judge: their checks are silent where there were none."""
+    """Whether the run has what the area is about: a teacher, tools or several turns."""
     if area == "distillation":
         return log.has_teacher
     return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in log.series)
 
 
 def _first_step(log: Log) -> Log:
-    """What was known before the first update."""
+    """The part of the log before the first update."""
     series = {name: series.head(1) for name, series in log.series.items()}
     return replace(log, series=series, events=(), evaluations=(), rollouts=())
 
 
 def merge_by_code(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings under one code become one: the gravest speaks, and the others' evidence is added to it."""
+    """Merge findings with one code: keep the most severe and add the evidence of the others."""
     by_code: dict[str, Finding] = {}
     for finding in ranked(findings):
         first = by_code.get(finding.code)

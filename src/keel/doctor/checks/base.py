@@ -1,4 +1,4 @@
-"""What every check works with: a log with its thresholds, what its reward and policy do, and reasons to leave off."""
+"""The base of all checks: a log with its thresholds, trends of its reward and policy metrics, and `Missing`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from itertools import pairwise
 
 from keel.doctor import advice
@@ -17,32 +17,33 @@ from keel.doctor.shapes import LEAST, Change, course, frozen_since, median, nois
 from keel.doctor.thresholds import Thresholds, load_thresholds
 
 KL = "KL(policy‖reference)"
-RECENT = 10  # steps that "now" is the mean of
-SMALL_VOCABULARY, LARGE_VOCABULARY = 32_000, 400_000  # of today's models
-MOVED = ("reward/mean", "entropy/mean", "length/mean")  # what a policy that moves may show
-SHAPES = 20  # tests against noise that one log goes through: they share `log_chance`
+RECENT = 10  # number of last steps that a current value is averaged over
+SMALL_VOCABULARY, LARGE_VOCABULARY = 32_000, 400_000  # vocabulary sizes of current models
+MOVED = ("reward/mean", "entropy/mean", "length/mean")  # metrics that may change when the policy does
+NO_SCALE = ("none", "dr_grpo", False)
+SHAPES = 20  # tests against noise per log; they share `log_chance`
 
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A code that could not be decided, and why."""
+    """A code that could not be decided, and the reason."""
 
     code: str
     why: str
 
 
 class Missing(Exception):
-    """Why the codes of a check cannot be decided."""
+    """Raised with the reason why the codes of a check cannot be decided."""
 
 
 def not_shown(what: str) -> Missing:
-    """The commonest reason."""
+    """The exception for a metric that the log lacks."""
     return Missing(f"the log does not show {what}")
 
 
 @dataclass(frozen=True)
 class Trend:
-    """The reward's last third against its first: means, the gain in standard errors, and one of these."""
+    """The mean reward over the first and last third of the run, the gain as a z-score, and its standard error."""
 
     before: float
     after: float
@@ -51,23 +52,23 @@ class Trend:
 
     @property
     def text(self) -> str:
-        """For evidence."""
+        """The trend as text for a finding's evidence."""
         return f"reward {self.before:.3g} → {self.after:.3g} ({self.z_score:+.1f} standard errors)"
 
 
 @dataclass(frozen=True)
 class Log(History):
-    """A history with the thresholds that it is judged by."""
+    """A history with the thresholds that apply to it."""
 
     limits: Thresholds = field(default_factory=load_thresholds)
 
     @classmethod
     def of(cls, history: History, limits: Thresholds) -> Log:
-        """The same history with thresholds."""
+        """A log with this history and these thresholds."""
         return cls(**{**vars(history), "limits": limits})
 
     def need(self, name: str, what: str) -> Series:
-        """A metric that a check cannot do without."""
+        """A metric, or Missing if the log lacks it."""
         series = self.get(name)
         if series is None:
             raise not_shown(what)
@@ -75,18 +76,18 @@ class Log(History):
 
     @property
     def need_kl(self) -> tuple[str, Series]:
-        """The same of the KL."""
+        """The KL to the reference, or Missing if the log lacks it."""
         if self.kl is None:
             raise not_shown(KL)
         return self.kl
 
     def now(self, name: str, otherwise: float = math.nan) -> float:
-        """The mean of a metric's last steps."""
+        """The mean of a metric over the last steps."""
         series = self.get(name)
         return otherwise if series is None else series.finite.tail(RECENT).mean
 
     def shape(self, name: str, what: str, shape: Callable[[Series], Change | None]) -> tuple[Series, Change]:
-        """A metric and its shape."""
+        """A metric and its change of shape, or Missing if it has too few values."""
         series = self.need(name, what)
         change = shape(series)
         if change is None:
@@ -95,15 +96,15 @@ class Log(History):
 
     @property
     def level(self) -> float:
-        """The chance of a false alarm that each test of a shape may have."""
+        """The false-alarm probability that each shape test may have."""
         return self.limits["log_chance"] / SHAPES
 
     def clear(self, change: Change | None, tests: int = 1) -> bool:
-        """Whether a change is there, and not noise; where the clearest of several `tests` decides, each has a part."""
+        """Whether a change is significant. `tests` is the number of tests from which it was chosen."""
         return change is not None and tests * change.chance <= self.level
 
     def course(self, name: str) -> Change | None:
-        """How a metric changes over the run, beyond noise."""
+        """The change of a metric over the run, or None if noise can explain it."""
         series = self.get(name)
         change = course(series) if series is not None else None
         return change if self.clear(change) else None
@@ -112,7 +113,7 @@ class Log(History):
 
     @cached_property
     def trend(self) -> Trend | None:
-        """None where fewer than six steps have a reward."""
+        """The trend of the reward, or None if fewer than six steps have one."""
         rewards = self.get("reward/mean")
         if rewards is None or len(rewards.finite) < 6:
             return None
@@ -127,7 +128,7 @@ class Log(History):
 
     @property
     def need_trend(self) -> Trend:
-        """The trend, or why there is none."""
+        """The trend of the reward, or Missing."""
         self.need("reward/mean", "the reward")
         if self.trend is None:
             raise Missing("fewer than six steps have a reward")
@@ -135,17 +136,17 @@ class Log(History):
 
     @property
     def gain(self) -> str:
-        """The trend as text; "" where there is none."""
+        """The trend as text, or ""."""
         return self.trend.text if self.trend is not None else ""
 
     @property
     def rose(self) -> bool:
-        """Whether the reward has grown by more than noise."""
+        """Whether the reward has risen significantly."""
         return self.trend is not None and self.trend.z_score > self.limits["flat_reward"]
 
     @property
     def flat(self) -> bool:
-        """Whether a gain can be ruled out: its interval lies within `flat_gain` of the rewards' size."""
+        """Whether a gain can be ruled out: the confidence interval lies within `flat_gain` of the rewards' spread."""
         sigmas = self.limits["flat_reward"]
         if self.trend is None or abs(self.trend.z_score) > sigmas:
             return False
@@ -156,7 +157,7 @@ class Log(History):
 
     @property
     def size(self) -> float:
-        """How much rewards differ between completions; their size where that was not recorded."""
+        """The spread of rewards between completions, or their absolute size if the spread was not recorded."""
         for name in ("reward/std", "reward/within_group_std"):
             if (spread := self.get(name)) is not None and (size := median(spread)) > 0:
                 return size
@@ -165,9 +166,10 @@ class Log(History):
 
     @property
     def equal_groups(self) -> Series | None:
-        """The share of groups whose rewards are equal; from their spread, or from rewards that are all the same.
+        """The share of groups with equal rewards, from their spread or from constant mean rewards.
 
-        Of steps whose rewards differ only between groups nothing is known, so that the last ones must be equal.
+        If only the range of all rewards in a step is known, groups with equal rewards cannot be counted. The range is
+        then used only if the last steps have a range of 0.
         """
         share = self.get("reward/zero_variance_fraction")
         if share is not None:
@@ -179,7 +181,7 @@ class Log(History):
 
     @property
     def ranges(self) -> Series | None:
-        """The highest reward of a step less the lowest, where both are recorded."""
+        """The highest reward of each step minus the lowest, if both are recorded."""
         highest, lowest = self.get("reward/max"), self.get("reward/min")
         if highest is None or lowest is None or highest.steps != lowest.steps:
             return None
@@ -187,7 +189,7 @@ class Log(History):
 
     @property
     def same_rewards(self) -> Series | None:
-        """A spread of 0 where the mean reward is the same to the last digit at all steps, or since it is at its top."""
+        """A spread of 0 at steps with exactly equal mean rewards: at all of them, or since the maximum was reached."""
         rewards = self.get("reward/mean")
         since, count = frozen_since(rewards) if rewards is not None else (0, 0)
         if rewards is None or count < LEAST:
@@ -198,22 +200,22 @@ class Log(History):
 
     @property
     def solved(self) -> bool:
-        """Whether nothing is left to learn: held-out accuracy of the trained task, or the reward, is near the most.
+        """Whether the held-out accuracy of the trained task, or the reward, is near its maximum.
 
-        That is the most that was ever paid, or 1.
+        The maximum of the reward is the highest recorded reward, or 1.
         """
         return self.solved_held_out or self.saturated
 
     @property
     def solved_held_out(self) -> bool:
-        """By the held-out accuracy of the trained task."""
+        """Whether the held-out accuracy of the trained task is near its maximum."""
         trained = [record for record in self.evaluations if record.get("split") == "trained"]
         last = trained[-1].get("pass@1") if trained else None
         return isinstance(last, int | float) and last >= self.limits["solved_accuracy"]
 
     @property
     def saturated(self) -> bool:
-        """By the reward in training."""
+        """Whether the training reward is near its maximum."""
         highest = self.get("reward/max")
         best = 1.0 if highest is None else max(highest.finite.values)
         return best >= self.now("reward/mean") >= self.limits["solved_accuracy"] * best > 0
@@ -222,7 +224,7 @@ class Log(History):
 
     @property
     def movement(self) -> str | None:
-        """What shows that the policy moves, other than its KL; None where nothing does."""
+        """Evidence other than the KL that the policy changes, as text; None if there is none."""
         for name in MOVED:
             series = self.get(name)
             if series is not None and (change := course(series)) is not None and self.clear(change, len(MOVED)):
@@ -234,17 +236,17 @@ class Log(History):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether the reference is another model, which the policy is to come nearer to."""
+        """Whether the reference is a teacher, a different model that the policy approaches."""
         return self.option("reference.model") is not None
 
     def omitted(self, name: str, *companions: str) -> list[int]:
-        """Steps that have what is logged beside a metric and not the metric: trainers leave out what is not finite.
+        """Steps at which a companion metric was logged and this one was not, because trainers omit non-finite values.
 
-        None where it is logged more rarely, or on a schedule of its own.
+        Empty if the metric is logged rarely or on its own schedule.
         """
         series = self.get(name)
         beside = next((other for n in companions if (other := self.get(n)) is not None), None)
-        if series is None or beside is None or self.source == "keel":  # which writes a null
+        if series is None or beside is None or self.source == "keel":  # Keel logs null instead
             return []
         missing = sorted(set(beside.steps) - set(series.steps))
         within = [step for step in missing if series.steps[0] < step < series.steps[-1]]
@@ -252,99 +254,131 @@ class Log(History):
         rarely = 3 * len(within) > len(beside) or series.steps[0] != beside.steps[0]
         return [] if scheduled or rarely or len(missing) < 3 else [int(step) for step in missing]
 
-    # ------------------------------------------------------------------------ what to change
+    # ------------------------------------------------------------------------ advice
 
     def opt(self, dotted: str) -> str:
-        """An option under the name that the run's own trainer has for it."""
+        """An option's name in the trainer that wrote the log."""
         return option_name(dotted, self.source)
 
     def times(self, dotted: str, factor: float, how: str) -> Advice:
-        """An option at a multiple of what it is."""
+        """A proposal: an option at a multiple of its value."""
         return advice.times(self.config, dotted, factor, how, self.source)
 
     def rate(self, factor: float, how: str) -> Advice:
-        """The learning rate at a multiple of what it is."""
+        """A proposal: the learning rate at a multiple of its value."""
         return self.times("optim.learning_rate", factor, how)
 
     @property
     def stronger(self) -> Advice:
-        """A larger β."""
+        """A proposal: a larger β."""
         return advice.stronger(self.config, self.source)
 
     @property
     def weaker(self) -> Advice:
-        """A smaller β."""
+        """A proposal: a smaller β."""
         return advice.weaker(self.config, self.source)
 
     def keel(self, options: Options) -> Advice:
-        """Options that only a configuration of Keel's has, and this one has not already."""
+        """The given options that differ from the current ones, for runs of Keel only."""
         return advice.setting("{}", advice.changes(self.config, options) if self.source == "keel" else {})
 
     @property
     def unfiltered(self) -> Advice:
-        """Sampling from the whole distribution."""
+        """A proposal: sample without filters."""
         return advice.setting("set {}", advice.unfiltered(self.config, self.source))
 
 
 CheckResults = Iterator[Finding | Unchecked]
 Check = Callable[[Log], CheckResults]
-CHECKS: dict[Check, tuple[str, ...]] = {}  # and the codes that each decides
+CHECKS: dict[Check, tuple[str, tuple[str, ...]]] = {}  # area of each check, and the codes that it decides
 
 
-def check(*codes: str) -> Callable[[Check], Check]:
-    """Registers a check; where it lacks something, its codes are unchecked. One without codes adds to another."""
+def check(*codes: str, area: str = "") -> Callable[[Check], Check]:
+    """Register a check and its codes, which `Missing` leaves unchecked. Without codes, it only adds findings."""
 
     def register(rule: Check) -> Check:
-        @wraps(rule)
         def results(log: Log) -> CheckResults:
             try:
                 yield from rule(log)
             except Missing as why:
                 yield from (Unchecked(code, str(why)) for code in codes)
 
-        CHECKS[results] = codes
+        CHECKS[results] = area or rule.__module__.rpartition(".")[2], codes
         return results
 
     return register
 
 
 def percent(share: float, digits: str = ".0f") -> str:
-    """`12 %`."""
+    """A share in percent, such as `12 %`."""
     return f"{100 * share:{digits}} %"
 
 
 def joined(*parts: str | None, by: str = "; ") -> str:
-    """Those of the texts that are there."""
+    """Join the texts that are not empty."""
     return by.join(part for part in parts if part)
 
 
 def of_steps(steps: Sequence[int]) -> str:
-    """`steps 1, 2, 3, 4, 5 and 7 more`."""
+    """Steps as text, such as `steps 1, 2, 3, 4, 5 and 7 more`."""
     shown = ", ".join(map(str, steps[:5]))
     return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 5} more" if len(steps) > 5 else "")
 
 
-def over(
-    log: Log,
-    code: str,
-    metric: str,
-    limit: str,
-    evidence: str,
-    cause: str,
-    advice: str | Advice,
-    *,
-    grave: str | None = None,
-    whole: bool = False,
-) -> CheckResults:
-    """A share whose mean over the last steps, or the whole run, is over a limit; an error from `grave` on.
+@dataclass(frozen=True)
+class Level:
+    """A table row: a finding if the mean of a metric, over the last steps or the whole run, exceeds a limit.
 
-    `evidence` may name the `{share}` in percent, the `{mean}` and the `{span}`.
+    `limit` and `grave` are thresholds. Beyond `grave` the finding is an error, otherwise a warning. `evidence` may
+    contain `{share}` (percent), `{mean}` and `{span}`. `needed` describes the metric that a log may lack.
     """
-    series = log.get(metric)
-    now = Series((), ()) if series is None else series.finite if whole else series.finite.tail(RECENT)
-    if now.mean > log.limits[limit]:
-        text = evidence.format(share=percent(now.mean), mean=f"{now.mean:.2g}", span=now.span)
-        severity: Severity | None = None
-        if grave is not None:
-            severity = "error" if now.mean > log.limits[grave] else "warning"
-        yield finding(code, text, cause, advice, severity, share=min(1.0, now.mean))
+
+    code: str
+    metric: str
+    limit: str | float
+    evidence: str
+    cause: str
+    advice: str | Callable[[Log], str | Advice]
+    below: bool = False
+    whole: bool = False
+    grave: str = ""
+    severity: Severity | None = None
+    of: Callable[[float], float] = float
+    unless: Callable[[Log], bool] = lambda log: False
+    needed: str = ""
+
+    def judged(self, log: Log) -> CheckResults:
+        """The finding, if the metric is recorded and exceeds the limit."""
+        if self.unless(log):
+            return
+        series = log.need(self.metric, self.needed) if self.needed else log.get(self.metric)
+        if series is None:
+            return
+        now = series.finite if self.whole else series.finite.tail(RECENT)
+        value, limit = self.of(now.mean), log.limits[self.limit] if isinstance(self.limit, str) else self.limit
+        if not (value < limit if self.below else value > limit):
+            return
+        severity = self.severity
+        if self.grave:
+            severity = "error" if value > log.limits[self.grave] else "warning"
+        text = self.evidence.format(share=percent(value, ".3g"), mean=f"{value:.3g}", span=now.span)
+        advice, shares = self.advice if isinstance(self.advice, str) else self.advice(log), "{share}" in self.evidence
+        yield finding(self.code, text, self.cause, advice, severity, share=min(1.0, value) if shares else None)
+
+
+def levels(area: str, *rows: Level) -> None:
+    """Register table rows as checks of an area."""
+    for row in rows:
+        rule = check(*([row.code] if row.needed else []), area=area)
+        rule(row.judged)
+
+
+def advantage_size(log: Log) -> tuple[float, str] | None:
+    """The scale of the advantages and its description, or None if the log does not show it."""
+    largest, spread = log.get("advantage/max"), log.get("reward/within_group_std") or log.get("reward/std")
+    divides = log.option("loss.scale_rewards"), log.option("loss.loss_type")
+    if largest is not None:
+        return median(largest), "the largest advantage of a batch is"
+    if spread is not None and (divides[0] is False or (divides[0] or divides[1]) in NO_SCALE):
+        return median(spread), "advantages are not divided by their deviation, and that of the rewards is"
+    return None

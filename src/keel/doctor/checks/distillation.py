@@ -1,4 +1,4 @@
-"""A run that is distilled: a teacher that is near enough to be followed, that is followed, and that is worth it."""
+"""Distillation: whether the student can follow the teacher, whether it does, and whether that helps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXACT = {"kl.estimator": "exact", "kl.placement": "loss", "kl.gradient": "auto",
 
 @check("teacher/far")
 def far(log: Log) -> CheckResults:
-    """What probability the teacher gives the student's tokens before the first update, and how much both share."""
+    """The probability of the student's tokens under the teacher before the first update, and the shared mass."""
     if not log.has_teacher:
         return
     name, series = log.need_kl
@@ -42,7 +42,7 @@ def far(log: Log) -> CheckResults:
 
 @check("teacher/not-approached")
 def not_approached(log: Log) -> CheckResults:
-    """A KL to the teacher that does not fall although it alone is trained."""
+    """The KL to the teacher does not fall although it is the only training signal."""
     if not log.has_teacher or log.option("loss.policy_weight") != 0:
         return
     (name, series), least = log.need_kl, int(log.limits["steps_to_judge"])
@@ -72,7 +72,7 @@ def not_approached(log: Log) -> CheckResults:
 
 @check("teacher/worse")
 def worse(log: Log) -> CheckResults:
-    """Held-out accuracy that falls while the student comes nearer to the teacher."""
+    """Held-out accuracy falls while the student approaches the teacher."""
     if not log.has_teacher:
         return
     rows = [row for row in accuracies(log.evaluations, retention=False).values() if row.after is not None]

@@ -1,12 +1,14 @@
-"""Episodes with tools: calls that go wrong, and ends that are no answer."""
+"""Episodes with tools: failing calls, and endings without an answer."""
 
 from __future__ import annotations
 
-from keel.doctor.checks.base import RECENT, CheckResults, Log, check, not_shown, over, percent
+from collections.abc import Callable
+
+from keel.doctor.checks.base import RECENT, CheckResults, Level, Log, check, levels, not_shown, percent
 from keel.doctor.findings import finding
 from keel.doctor.shapes import fall
 
-# What goes wrong in a call: why, and what to do.
+# Kinds of failing calls: the cause and the advice.
 KINDS: dict[str, tuple[str, str]] = {
     "malformed": (
         "the model does not write calls in the form that is read, or its turns are cut inside them",
@@ -23,12 +25,12 @@ KINDS: dict[str, tuple[str, str]] = {
     ),
     "failed": (
         "the tool's function raises",
-        "mend the tool: it should return a text for every argument that its types allow",
+        "fix the tool: it should return a text for every argument that its types allow",
     ),
     "timeout": ("the tool does not return in time", "a faster tool, or a larger timeout_s of tool(…)"),
     "too_many": ("the model makes more calls in a turn than are answered", "a smaller rollout.max_turn_length"),
 }
-# Ends that are no answer: what is counted an episode, why, and what to do.
+# Endings without an answer: what is counted per episode, the cause and the advice.
 ENDS: dict[str, tuple[str, str, str]] = {
     "answer/missing": (
         "episodes without an answer: {mean} an episode over {span}",
@@ -53,16 +55,26 @@ ENDS: dict[str, tuple[str, str, str]] = {
 }
 
 
+def _of_other_causes(name: str) -> Callable[[Log], bool]:
+    """Whether another finding covers this one: hardly any completion can be parsed, or episodes have one turn only."""
+
+    def unless(log: Log) -> bool:
+        unread = name == "answer/missing" and log.now("parse/ok_fraction") < log.limits["parse_rate_warning"]
+        return unread or (name == "turn/limit_fraction" and not log.now("turn/mean") > 1)
+
+    return unless
+
+
 @check("tool/failing")
 def calls(log: Log) -> CheckResults:
-    """The share of calls that are answered with an error, and what most of those errors are."""
+    """The share of tool calls with an error, and the most frequent kind of error."""
     error_share, call_counts = log.get("tool/error_fraction"), log.get("tool/calls_mean")
     if error_share is None or call_counts is None:
         if log.source == "keel" and call_counts is None:
-            return  # it has no tools
+            return  # the run has no tools
         raise not_shown("what came of tool calls")
     now = error_share.finite.tail(RECENT)
-    # over all calls: a step with a single call does not count as much as one with a thousand
+    # weighted by calls, so that a step with one call counts less than one with a thousand
     weighed = [(value, calls) for _, value, calls in now.beside(call_counts.finite)]
     total = sum(calls for _, calls in weighed)
     share = sum(value * calls for value, calls in weighed) / total if total else 0.0
@@ -74,7 +86,7 @@ def calls(log: Log) -> CheckResults:
         f"{name.replace('_', ' ')} {count:.3g}" for name, count in sorted(counts.items(), key=lambda p: -p[1]) if count
     )
     errors = [event["error"] for event in log.events if event.get("kind") == "tool/errors" and event.get("error")]
-    # most calls were answered at first: then it is not the model that has yet to learn
+    # if most calls worked at first, the model is not the cause
     broke = error_share.finite.head(RECENT).mean < log.limits["tool_errors"] / 2 and log.clear(
         fall(error_share.scaled(-1.0))
     )
@@ -91,28 +103,19 @@ def calls(log: Log) -> CheckResults:
     )
 
 
-@check("answer/unusable")
-def ends(log: Log) -> CheckResults:
-    """Counts of what is no usable answer; where next to none can be read, another finding says so."""
-    if log.source != "keel" and not any(log.get(name) for name in ENDS):
-        raise not_shown("how episodes end")
-    for name, (evidence, cause, advice) in ENDS.items():
-        unread = name == "answer/missing" and log.now("parse/ok_fraction") < log.limits["parse_rate_warning"]
-        of_one_turn = name == "turn/limit_fraction" and not log.now("turn/mean") > 1
-        if not unread and not of_one_turn:
-            yield from over(log, "answer/unusable", name, "unusable_answers", evidence, cause, advice)
-
-
-@check()
-def failed(log: Log) -> CheckResults:
-    """Episodes that end in an error."""
-    return over(
-        log,
+levels(
+    "episodes",
+    *(
+        Level("answer/unusable", name, "unusable_answers", evidence, cause, advice, unless=_of_other_causes(name))
+        for name, (evidence, cause, advice) in ENDS.items()
+    ),
+    Level(
         "reward/failed",
         "rollout/error_fraction",
         "tool_errors",
         "{share} of the episodes of {span} ended in an error of their environment",
         "the environment, a tool or the judge raises or does not answer: what it should have paid is lost",
-        "see the trainer's messages of the kind of error, and mend the environment",
+        "see the trainer's messages of the kind of error, and fix the environment",
         grave="tool_errors_error",
-    )
+    ),
+)

@@ -1,4 +1,4 @@
-"""Gradients: none at all, not finite, spiking, cut down at every step, or skipped by guards."""
+"""Gradients: zero, not finite, spiking, always clipped, or skipped by guards."""
 
 from __future__ import annotations
 
@@ -7,39 +7,25 @@ import statistics
 from itertools import pairwise
 
 from keel.doctor.advice import either, setting
-from keel.doctor.checks.base import RECENT, CheckResults, Log, check, joined, not_shown, percent
-from keel.doctor.checks.reward import advantage_size
+from keel.doctor.checks.base import RECENT, CheckResults, Log, advantage_size, check, not_shown, percent
 from keel.doctor.findings import CODES, finding
 from keel.doctor.history import Series, step_of
 from keel.doctor.shapes import LEAST, course, median
 
-TRAINERS = ("TRL", "verl", "OpenRLHF", "NeMo-RL", "prime-rl")  # each clips at 1 unless told otherwise
-SKIPPED = {"guard/nonfinite": "not finite", "guard/spike": "spikes", "guard/over_budget": "over the KL budget"}
+TRAINERS = ("TRL", "verl", "OpenRLHF", "NeMo-RL", "prime-rl")  # each clips at 1 by default
+RATE, NORM = "optim/learning_rate", "grad/norm"
 
 
 @check("loss/no-gradient")
 def no_gradient(log: Log) -> CheckResults:
     """A gradient of 0 at steps whose groups differ in reward."""
-    norms, differing = log.need("grad/norm", "the gradient norm").finite, _differing(log)
-    if without := _moved_without(log, norms):
-        yield finding(
-            "loss/no-gradient",
-            without,
-            "what moves the policy is not the gradient of its loss: weight decay, noise that is added to the weights, "
-            "or weights that are written from elsewhere; the loss is detached, or scaled to nothing",
-            either(
-                log.times("optim.weight_decay", 0.01, "a hundredth of"),
-                "take the gradient of the loss on one batch; see what else writes weights",
-                joined="; and ",
-            ),
-        )
-        return
+    norms, differing = log.need(NORM, "the gradient norm").finite, _differing(log)
     if differing is None:
         raise not_shown("whether the groups' rewards differ")
     live = [(int(s), v) for s, v in zip(norms.steps, norms.values, strict=True) if s in differing]
     zero = [s for s, v in live if v <= log.limits["grad_zero"]]
     if len(zero) >= 3 and len(zero) > log.limits["idle_share"] * len(live):
-        rates = log.get("optim/learning_rate")
+        rates = log.get(RATE)
         yield finding(
             "loss/no-gradient",
             f"the gradient norm is at most {log.limits['grad_zero']:g} at {len(zero)} of {len(live)} logged steps "
@@ -52,21 +38,8 @@ def no_gradient(log: Log) -> CheckResults:
         )
 
 
-def _moved_without(log: Log, norms: Series) -> str:
-    """That the policy goes away from its start under next to no gradient, and gains nothing; "" where it does not."""
-    usual, moved = median(norms), log.course(f"{log.kl[0]}/mean") if log.kl is not None else None
-    if usual > log.limits["grad_moves"] or moved is None or log.kl is None or log.moves_reference or log.rose:
-        return ""
-    if moved.size <= 0 or moved.after <= log.limits["kl_without_gain"]:
-        return ""
-    return (
-        f"the gradient norm is {usual:.2g} (median over {norms.span}), while {log.kl[0]} goes from {moved.before:.2g} "
-        f"to {moved.after:.3g} nats per token (chance under noise: {moved.chance:.1g})"
-    )
-
-
 def _differing(log: Log) -> set[int] | None:
-    """The steps at which groups differ in reward; None where the log does not show it."""
+    """The steps at which rewards differ within groups; None if the log does not show it."""
     silent = log.get("reward/zero_variance_fraction")
     if silent is not None:
         return set(silent.where(lambda share: share < log.limits["zero_variance_groups"]))
@@ -79,35 +52,33 @@ def _differing(log: Log) -> set[int] | None:
 
 @check("optim/non-finite")
 def non_finite(log: Log) -> CheckResults:
-    """Steps whose loss or gradient was no number; updates that were skipped as spikes are none of them."""
-    watched = [log.series[name] for name in ("loss/total", "loss/policy", "grad/norm") if name in log.series]
+    """Steps with a non-finite loss or gradient. Updates that were skipped as spikes do not count."""
+    watched = [log.series[name] for name in ("loss/total", "loss/policy", NORM) if name in log.series]
     skipped = log.get("guard/nonfinite") or log.get("guard/skipped")
     if not watched and skipped is None:
         raise not_shown("loss, gradient norm or skipped updates")
     bad_steps = {step for series in watched for step in series.bad_steps}
-    for name in ("loss/total", "grad/norm"):
-        bad_steps.update(log.omitted(name, "optim/learning_rate"))
+    for name in ("loss/total", NORM):
+        bad_steps.update(log.omitted(name, RATE))
     if skipped is not None:
         bad_steps.update(skipped.where(lambda share: share > 0))
         watched.append(skipped)
-    skips = [event for event in log.events if event.get("kind") == "guard/skipped"]  # also of abandoned attempts
+    # includes attempts that a rollback abandoned
+    skips = [event for event in log.events if event.get("kind") == "guard/skipped"]
     bad = bad_steps | {step_of(event) for event in skips if event.get("cause") != "spike"}
     if not bad:
         return
     steps = max(map(len, watched))
     lasting = len(bad_steps) > log.limits["skipped_share"] * steps or max(bad_steps, default=-1) >= log.steps
-    shown = ", ".join(map(str, sorted(bad)[:5])) + (" …" if len(bad) > 5 else "")
     full = {"model.dtype": "float32"} if log.source == "keel" and log.option("model.dtype") != "float32" else {}
+    precise = setting("{} to rule out precision", full, "full precision to rule rounding out")
     yield finding(
         "optim/non-finite",
-        f"{len(bad)} steps had a loss or gradient that is not finite (steps {shown}), {len(bad_steps)} of them among "
-        f"the {steps} that count",
+        f"{len(bad)} steps had a loss or gradient that is not finite (steps {', '.join(map(str, sorted(bad)[:5]))}"
+        f"{' …' if len(bad) > 5 else ''}), {len(bad_steps)} of them among the {steps} that count",
         "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
         either(
-            either(
-                setting("{} to rule out precision", full, "full precision to rule rounding out"),
-                log.rate(0.1, "a tenth of"),
-            ),
+            either(precise, log.rate(0.1, "a tenth of")),
             "the kept batch of a skipped step shows which number was first",
             joined="; ",
         ),
@@ -117,12 +88,13 @@ def non_finite(log: Log) -> CheckResults:
 
 @check("optim/spike")
 def spike(log: Log) -> CheckResults:
-    """Gradient norms far above those of the updates before them; a few of many are only noted, clipping holds them."""
-    series, least = log.need("grad/norm", "the gradient norm"), log.limits["grad_spike"]
-    skipped = log.get("guard/skipped")  # a step that made none of its updates must not become the usual
+    """Gradient norms far above those of earlier updates; a note if they are rare, since clipping limits them."""
+    series, least = log.need(NORM, "the gradient norm"), log.limits["grad_spike"]
+    skipped = log.get("guard/skipped")  # a step without any update must not count towards the usual norm
     none_made = set(skipped.where(lambda share: share >= 1)) if skipped is not None else set()
     live = [(int(s), v) for s, v in zip(series.finite.steps, series.finite.values, strict=True) if v > 0]
-    made = [(step, math.log(value)) for step, value in live if step not in none_made]  # what doubles is a line
+    # in log space, exponential growth is linear
+    made = [(step, math.log(value)) for step, value in live if step not in none_made]
     growth = course(Series.of(made))
     leap = max((after - before for (_, before), (_, after) in pairwise(made)), default=0.0)
     if growth is not None and log.clear(growth) and growth.size > max(math.log(least), 2 * leap):
@@ -147,30 +119,25 @@ def spike(log: Log) -> CheckResults:
     times, step, norm, usual = max(spikes, key=lambda row: row[0])
     left_out = sum(step in none_made for _, step, *_ in spikes)
     many = len(spikes) >= 3 and len(spikes) > log.limits["spike_share"] * len(live)
-    now, limit = log.option("optim.max_grad_norm"), float(f"{usual:.2g}")  # clipping at the usual norm, if it is looser
+    # the usual norm as clipping limit, if it is below the current limit
+    now, limit = log.option("optim.max_grad_norm"), float(f"{usual:.2g}")
     loose = now is None or (isinstance(now, int | float) and now > limit)
+    clipped = setting("{}, the running median", {log.opt("optim.max_grad_norm"): limit} if loose else {})
     yield finding(
         "optim/spike",
         f"{len(spikes)} of {len(live)} steps spike; the largest is {norm:.3g} at step {step}, "
         f"{times:.0f} times the running median of {usual:.3g}"
         + (f"; {left_out} of them were skipped" if left_out else ""),
         "a rare completion with a large advantage or a large log-ratio rules the update",
-        either(
-            either(
-                setting("{}, the running median", {log.opt("optim.max_grad_norm"): limit} if loose else {}),
-                log.keel({"guards.on_spike": "skip"}),
-            ),
-            "look at that step's rollouts",
-            joined="; ",
-        ),
+        either(either(clipped, log.keel({"guards.on_spike": "skip"})), "look at that step's rollouts", joined="; "),
         severity="warning" if many or (log.source == "keel" and now is None and log.config) else "note",
     )
 
 
 @check("loss/scale")
 def cut_down(log: Log) -> CheckResults:
-    """Gradients that are far above their limit from the first step to the last, by norm and by limit."""
-    norms, known = log.need("grad/norm", "the gradient norm"), log.figure("optim.max_grad_norm")
+    """Gradient norms far above the clipping limit from the first step to the last."""
+    norms, known = log.need(NORM, "the gradient norm"), log.figure("optim.max_grad_norm")
     if known is None and log.source not in TRAINERS:
         raise not_shown("the limit on the gradient norm")
     limit, lowest = 1.0 if known is None else known, min(norms.finite.values)
@@ -178,35 +145,30 @@ def cut_down(log: Log) -> CheckResults:
         return
     size, text = advantage_size(log) or (0.0, "")
     large, name = size > log.limits["reward_scale"], log.opt("optim.max_grad_norm")
+    cause = "the reward's scale multiplies the gradient" if large else "the loss is a sum where a mean is meant"
     yield finding(
         "reward/scale" if large else "loss/scale",
         f"the gradient norm is {median(norms):.3g} (median over {norms.span}) and never under {lowest:.3g}: "
         f"{name} = {limit:g}{', the usual default,' if known is None else ''} divides every update by "
         f"{median(norms) / limit:.3g}" + (f"; {text} {size:.3g}" if large else ""),
-        "the reward's scale multiplies the gradient, and clipping leaves only its direction"
-        if large
-        else "the loss is a sum where it is meant as a mean, over tokens or completions, or is multiplied by a scale: "
-        "clipping leaves only the direction of an update, so that a batch that says little moves as much as one that "
-        "says a lot",
+        f"{cause}, and clipping leaves only its direction: a batch that says little moves as much as one that says a "
+        "lot",
         "divide the reward, or let advantages be divided by their deviation"
         if large
-        else f"see what the loss is divided by (tokens, completions, accumulation steps); with {name} near the usual "
-        "norm only what is rare is clipped",
+        else f"see what the loss is divided by (tokens, completions, accumulation steps), and set {name} near the "
+        "usual norm",
         severity="warning",
     )
 
 
 @check("guard/skips-all")
 def skips(log: Log) -> CheckResults:
-    """The share of updates that guards have skipped."""
+    """The share of updates that guards skipped."""
     skipped = log.need("guard/skipped", "the share of skipped updates")
     if len(skipped.finite) >= RECENT and skipped.mean > log.limits["skipped_most"]:
-        shares = {text: series.mean for name, text in SKIPPED.items() if (series := log.get(name)) is not None}
-        counted = joined(*(f"{percent(share)} {text}" for text, share in shares.items() if share > 0), by=", ")
         yield finding(
             "guard/skips-all",
-            f"guards skipped {percent(skipped.mean)} of the updates over {skipped.span}"
-            + (f" ({counted})" if counted else ""),
+            f"guards skipped {percent(skipped.mean)} of the updates over {skipped.span}",
             "a guard that is for the rare answers to the usual: its limit lies within what ordinary updates scatter by",
             either(
                 log.keel({"guards.on_spike": "warn"}),
@@ -217,10 +179,10 @@ def skips(log: Log) -> CheckResults:
 
 @check()
 def guards(log: Log) -> CheckResults:
-    """What the loop's guards did, in their own words."""
+    """The guards' own messages."""
     if any(event.get("kind") in ("stop", "rollback") for event in log.events):
         from keel.trainer.guards import guard_findings
 
         for fields in guard_findings(log.events):
-            if fields["code"] in CODES:  # a log made by hand may name any
+            if fields["code"] in CODES:  # a hand-made log may contain any code
                 yield finding(**fields)

@@ -1,4 +1,4 @@
-"""KL against the reference: at the start, below zero, exploding, over budget."""
+"""KL(policy‖reference): its size and sign, its penalty term and the controller of β."""
 
 from __future__ import annotations
 
@@ -8,72 +8,55 @@ from dataclasses import astuple
 from itertools import pairwise
 
 from keel.doctor.advice import budget, either, setting, steered, unpenalized, without_dropout
-from keel.doctor.checks.base import KL, RECENT, CheckResults, Log, Missing, check, joined
+from keel.doctor.checks.base import KL, RECENT, CheckResults, Level, Log, Missing, check, joined, levels
 from keel.doctor.findings import Advice, finding
+from keel.doctor.formula import formula_of
 from keel.doctor.history import Series
 from keel.doctor.judge import kl_limit
-from keel.doctor.shapes import negative
+from keel.doctor.shapes import median, negative, swings, trend
 
-EITHER = 0.2  # of its steps, on either side of 0
 DROPS = ("model.dropout", "model.lora.dropout")
-NEVER_NEGATIVE = ("keel", "TRL", "NeMo-RL")  # what is called k3 there is
+NEVER_NEGATIVE = ("keel", "TRL", "NeMo-RL")  # trainers whose metric named k3 is the nonnegative estimator
+LEAST_HELD = 20  # steps at an unusually large β after which a flat reward need not be proven
+DR_GRPO = "Dr. GRPO 2503.20783"  # as in keel.kl.facts.PAPERS, which would load torch
+
+# ------------------------------------------------------------------------ its size and sign
 
 
 @check("kl/at-start")
 def at_start(log: Log) -> CheckResults:
-    """KL before the first update must be 0."""
+    """The KL before the first update must be 0."""
     name, series = log.need_kl
     step, value = series.finite.steps[0], abs(series.finite.values[0])
+    if step > 1:
+        raise Missing(f"{KL} was first recorded at step {step:.0f}, after updates")
+    if value <= log.limits["kl_at_start"]:
+        return
+    if value <= log.limits["kl_per_update"] and _updated_within(log):
+        raise Missing(f"a step's figures are means over its updates, so {KL} at step 1 holds some")
     off = without_dropout(log.config)
     if log.source == "TRL":
         off = {} if log.option("model.disable_dropout") else {"disable_dropout": True}
     no_dropout = setting("set {}", off, otherwise="check that no dropout is on")
-    told_apart = either(
-        no_dropout, "run keel doctor on the configuration: its preflight tells these apart", joined=", and "
+    evidence = f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy"
+    if on := [option for option in DROPS if log.option(option)]:
+        yield finding(
+            "scoring/dropout",
+            f"{', '.join(f'{option} is {log.option(option)}' for option in on)}, and {evidence}",
+            "the policy's pass drops units, the reference's and the sampler's do not",
+            no_dropout,
+        )
+    yield finding(
+        "kl/at-start",
+        evidence,
+        "policy and reference are scored differently or are different models: dropout on in one pass only, a "
+        "reference from another checkpoint, wrong positions under padding, or sums compared with means",
+        either(no_dropout, "run keel doctor on the configuration: its preflight tells these apart", joined=", and "),
     )
-    if sides := _either_sign(series, log):
-        yield finding(
-            "kl/at-start",
-            f"{name} is {sides[0]:.2g} nats per token from 0 in the first {RECENT} logged steps (their median), below "
-            f"it in {sides[1]:.0%} of all and above it in the others",
-            "two passes that should agree differ from batch to batch by more than training moves the policy: dropout "
-            "in one of them, kernels that depend on the batch, or another text that is scored",
-            told_apart,
-        )
-    elif step > 1:
-        raise Missing(f"{KL} was first recorded at step {step:.0f}, after updates")
-    elif log.limits["kl_at_start"] < value <= log.limits["kl_per_update"] and _updated_within(log):
-        raise Missing(f"a step's figures are means over its updates, so {KL} at step 1 holds some")
-    elif value > log.limits["kl_at_start"]:
-        evidence = f"{name} is {value:.4g} nats per token at step {step:.0f}, before any update could move the policy"
-        if on := [option for option in DROPS if log.option(option)]:
-            yield finding(
-                "scoring/dropout",
-                f"{', '.join(f'{option} is {log.option(option)}' for option in on)}, and {evidence}",
-                "the policy's pass drops units, the reference's and the sampler's do not",
-                no_dropout,
-            )
-        yield finding(
-            "kl/at-start",
-            evidence,
-            "policy and reference are scored differently or are different models: dropout on in one pass only, a "
-            "reference from another checkpoint, wrong positions under padding, or sums compared with means",
-            told_apart,
-        )
-
-
-def _either_sign(series: Series, log: Log) -> tuple[float, float] | None:
-    """How far from 0 a KL is that is on both sides of it from the first steps on, and how often it is below."""
-    values = series.finite.values
-    if len(values) < 2 * RECENT or series.finite.steps[0] > RECENT:  # later a small batch may do it
-        return None
-    first, below = sorted(map(abs, values[:RECENT]))[RECENT // 2], sum(value < 0 for value in values) / len(values)
-    within = min(below, 1 - below) > EITHER and abs(values[0]) > log.limits["kl_at_start"]
-    return (first, below) if within and first > log.limits["kl_either_sign"] else None
 
 
 def _updated_within(log: Log) -> bool:
-    """Whether the first step has several updates, or may have them as far as a trainer's log tells."""
+    """Whether the first step has several updates, or may have, as far as the log shows."""
     names = ("kl/old_policy/k1/mean", "kl/old_policy/k3/mean", "ratio/clip_fraction", "ratio/clip_high_fraction")
     first = [series.finite.values[0] for name in names if (series := log.get(name)) is not None]
     several = any((log.figure(name) or 1) > 1 for name in ("loss.num_iterations", "optim.minibatches"))
@@ -82,7 +65,7 @@ def _updated_within(log: Log) -> bool:
 
 @check("kl/negative")
 def below_zero(log: Log) -> CheckResults:
-    """A KL cannot be negative; an estimate of it can, but not on average."""
+    """A KL cannot be negative. A single estimate can, but not its mean."""
     name, series = log.need_kl
     below = series.finite.where(lambda value: value < -log.limits["kl_at_start"])
     never = not name.endswith("k1") and log.source in NEVER_NEGATIVE
@@ -106,46 +89,45 @@ def below_zero(log: Log) -> CheckResults:
 def explosion(log: Log) -> CheckResults:
     """A KL out of every useful range, or far above its own running median."""
     name, series = log.need_kl
+    floor, limit, final = log.limits["kl_explosion_floor"], log.limits["kl_explosion"], log.final_kl
     step, peak = series.top()
-    floor, limit = log.limits["kl_explosion_floor"], log.limits["kl_explosion"]
-    final = log.final_kl
-    if final is not None:  # what the last update did is on no step's line
+    at_end = final is not None and not final <= peak
+    if final is not None:  # the KL after the last update is on no step's line
         series = Series.of((*zip(series.steps, series.values, strict=True), (series.steps[-1] + 1, final)))
         peak = max(peak, final if math.isfinite(final) else math.inf)
     jumps = [
-        (int(series.steps[index]), value, median)
+        (int(series.steps[index]), value, usual)
         for index, value in enumerate(series.values)
-        if (median := _running_median(series, index)) is not None
-        and value > max(floor, log.limits["kl_growth"] * median)
+        if (usual := _running_median(series, index)) is not None and value > max(floor, log.limits["kl_growth"] * usual)
     ]
     if peak <= limit and not jumps:
         return
-    at_end, now = final is not None and not peak > final, series.tail(RECENT).mean
+    now, norms = series.tail(RECENT).mean, log.get("grad/norm")
     back = not at_end and now <= log.limits["kl_over_budget"]
-    at, value, median = jumps[0] if jumps else (0, 0.0, 0.0)
-    norms = log.get("grad/norm")
-    lone = not at_end and peak <= limit and all(after[0] - before[0] > 1 for before, after in pairwise(jumps))
-    lone = lone and len(jumps) <= log.limits["spike_share"] * len(series) and jumps[-1][0] < series.steps[-1]
+    at = [jump[0] for jump in jumps]
+    apart = all(after - before > 1 for before, after in pairwise(at))
+    rare = len(at) <= log.limits["spike_share"] * len(series) and apart
+    lone = not at_end and peak <= limit and rare and at[-1] < series.steps[-1]
     token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
+    beside = f"at step {at[0]} it was {jumps[0][1]:.3g} against a running median of {jumps[0][2]:.3g}" if jumps else ""
     yield finding(
         "kl/explosion",
         joined(
             f"{name} reached {peak:.4g} nats per token {'after the last update' if at_end else f'at step {step}'}",
-            f"at step {at} it was {value:.3g} against a running median of {median:.3g}"
-            if jumps and not at_end
-            else None,
+            beside if not at_end else None,
             f"the largest gradient norm is {norms.top()[1]:.3g}" if norms is not None else None,
             f"it is back at {now:.3g}" if back else None,
         ),
         f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
         "gradient that itself grows like e^d",
         _explosion_advice(log),
-        severity="note" if lone else "warning" if back else None,  # k3 is heavy-tailed: a lone step may be one token
+        # k3 is heavy-tailed: one token may cause a single high step
+        severity="note" if lone else "warning" if back else None,
     )
 
 
 def _running_median(series: Series, index: int, window: int = 20, least: int = 5) -> float | None:
-    """Of the finite values before `index`; None where there are too few."""
+    """The median of the finite values in the window before `index`; None if there are too few."""
     before = [value for value in series.values[max(0, index - window) : index] if math.isfinite(value)]
     return statistics.median(before) if len(before) >= least else None
 
@@ -154,19 +136,15 @@ def _explosion_advice(log: Log) -> Advice:
     lower, beta = log.rate(0.1, "a tenth of"), log.option("kl.beta")
     if log.option("loss.loss_type") == "dr_grpo" and beta:
         return either(lower, unpenalized(log.config, "as dr_grpo with a rule-based reward is meant", log.source))
-    if log.source == "keel":
-        grows = beta and log.option("kl.estimator") == "k3"
-        grows = grows and log.option("kl.gradient") in ("plain", "k3", "rho", "sg_rho")
-        how = setting("{} (it grows like d, not e^d)", {"kl.gradient": "auto"} if grows else {})
-        limited = setting("{}", budget(log.config, log.limits["kl_over_budget"]))
-        return either(either(lower, how, limited), "then keel doctor on the configuration", joined="; ")
-    look = "look at the reward's spread and at sampler and mask before raising the KL's alarm"
-    return either(lower, look, joined="; and ")
+    grows = log.source == "keel" and beta and log.option("kl.estimator") == "k3" and log.option("kl.gradient") != "auto"
+    how = setting("{} (it grows like d, not e^d)", {"kl.gradient": "auto"} if grows else {})
+    limited = budget(log.config, log.limits["kl_over_budget"]) if log.source == "keel" else {}
+    return either(lower, how, setting("{}", limited), "look at the reward's spread, the sampler and the mask")
 
 
 @check("kl/over-budget")
 def over_budget(log: Log) -> CheckResults:
-    """Mean KL of the last steps against the budget: the run's own where it has one per token."""
+    """The mean KL of the last steps against the limit: the run's own per-token budget if it has one."""
     name, series = log.need_kl
     limit, set_by = astuple(kl_limit(log.config, log.limits))
     now, usual = series.tail(RECENT), log.limits["kl_over_budget"]
@@ -182,18 +160,159 @@ def over_budget(log: Log) -> CheckResults:
             severity="note",
         )
     elif limit < now.mean - log.limits["flat_reward"] * error and now.mean <= log.limits["kl_explosion"]:
+        aimed = setting("a controller, {}", steered(log.config, limit) if log.source == "keel" else {})
         yield finding(
             "kl/over-budget",
             f"{name} is {now.mean:.3g} nats per token over {now.span}"
             + (f" at β = {beta.tail(1).mean:.3g}" if beta is not None else "")
             + f"; {set_by} is {limit:g}",
             "the penalty is too weak for the pull of the reward, or the updates are too large",
+            either(log.stronger, aimed, log.rate(0.5, "half of")),
+        )
+
+
+# ------------------------------------------------------------------------ the term
+
+
+@check("kl/not-learning")
+def not_learning(log: Log) -> CheckResults:
+    """Hardly any KL and a flat reward over enough steps, or a large KL without any gain."""
+    (name, series), gain, least = log.need_kl, log.need_trend, int(log.limits["steps_to_judge"])
+    betas, beta, now = log.get("kl/beta"), log.beta or 0.0, series.tail(RECENT)
+    usual = median(betas) if betas is not None else log.figure("kl.beta") or 0.0
+    few = Missing(f"{len(series)} steps are too few to call a reward flat: {least} are needed")
+    if len(series) < (LEAST_HELD if usual >= 10 * log.limits["beta_strong"] else least):
+        raise few
+    if log.moves_reference:
+        raise Missing("the reference moves with the policy, so a small KL is no standstill")
+    steps = series.finite.steps
+    if len(steps) > 1 and steps[0] > max(RECENT * (steps[1] - steps[0]), 0.1 * steps[-1]):
+        raise Missing(f"the log begins at step {steps[0]:.0f}: what was learned before is not in it")
+    if log.solved or now.mean < -log.limits["kl_no_move"]:
+        return
+    near, force = now.mean < log.limits["kl_not_learning"], beta * math.sqrt(2 * max(0.0, now.mean))
+    if near and not log.rose and (beta >= log.limits["beta_strong"] or force >= log.limits["kl_force"]):
+        yield finding(
+            "kl/too-strong",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {gain.text}; β is {beta:.3g}, so "
+            f"that its pull on a token is about β √(2 KL) = {force:.2g} against advantages of about 1",
+            "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
+            log.weaker,
+        )
+        return
+    if len(series) < least:
+        raise few
+    course, start = trend(series), log.limits["kl_at_start"]
+    from_zero = steps[0] <= 1 and abs(series.finite.values[0]) <= start  # the log shows the whole drift
+    if near and log.flat:
+        if course is not None and log.clear(course) and course.size > start:
+            raise Missing(f"the reward is flat, but {name} is rising: the policy moves")
+        larger = either(log.rate(10, "ten times"), log.weaker)
+        yield finding(
+            "kl/not-learning",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {gain.text}",
+            "updates are too small, the penalty too strong, or no group's rewards differ",
+            either(larger, "see reward/zero_variance_fraction first", joined="; "),
+        )
+    elif not near and median(series) > log.limits["kl_without_gain"] and from_zero and log.flat:
+        yield finding(
+            "kl/not-learning",
+            f"{name} went from 0 to {median(series):.3g} nats per token (median over {series.span}; {now.mean:.3g} "
+            f"at the end), and {gain.text}",
+            "the policy moves and gains nothing: the reward does not depend on what it writes, or updates are noise",
             either(
-                log.stronger,
-                setting(
-                    "a controller with a target, {} (nats per token)",
-                    steered(log.config, limit) if log.source == "keel" else {},
-                ),
-                log.rate(0.5, "half of"),
+                "judge the same completions twice, and a right and a wrong answer by hand", log.rate(0.3, "a third of")
             ),
+        )
+
+
+@check()
+def penalty(log: Log) -> CheckResults:
+    """A KL penalty in the reward that exceeds the differences between rewards."""
+    raw, paid = log.get("reward/mean"), log.get("reward/penalized")
+    if raw is None or paid is None or log.kl is None:
+        return
+    cost = Series.of((step, value - left) for step, value, left in raw.beside(paid)).tail(RECENT)
+    size = log.ranges.mean / 2 if log.ranges is not None else log.size
+    if len(cost.finite) >= RECENT and size > 0 and median(cost) > log.limits["penalty_share"] * size:
+        yield finding(
+            "kl/too-strong",
+            f"the KL penalty takes {median(cost):.3g} off a completion's reward over {cost.span}, and rewards differ "
+            f"by {size:.3g}",
+            "a completion earns more by staying where the reference is than by being right",
+            log.weaker,
+        )
+
+
+levels(
+    "kl",
+    Level(
+        "kl/rejects-all",
+        "kl/rejected_fraction",
+        "rejected_most",
+        "{share} of the completions of {span} were left out of the policy term for their KL",
+        "completions are left out for what was made likelier, so that what is learned is no longer taught",
+        lambda log: log.times("kl.collect_max", 10, "ten times"),
+    ),
+)
+
+
+@check("kl/unneeded")
+def unneeded(log: Log) -> CheckResults:
+    """A KL penalty in a recipe that is defined without one."""
+    loss_type, beta = log.option("loss.loss_type"), log.figure("kl.beta")
+    if not isinstance(loss_type, str) or beta is None:
+        raise Missing("the loss type and β are not in the log")
+    if loss_type == "dr_grpo" and beta > 0:
+        yield finding(
+            "kl/unneeded",
+            f"{log.opt('kl.beta')} is {beta:g} with loss_type dr_grpo ({DR_GRPO})",
+            "a reward that is a rule stays right however far the policy drifts, so the recipe runs at β = 0",
+            unpenalized(log.config, "is worth a try, unless what is not trained must be retained", log.source),
+        )
+
+
+@check("kl/no-gradient", "kl/reversed")
+def pairing(log: Log) -> CheckResults:
+    """The gradient of the configured estimator, by the table of verified pairings."""
+    formula = formula_of(log.config, log.source)
+    if formula is None:
+        kl = log.option("kl.estimator") if log.source == "keel" else None
+        raise Missing(
+            "the KL term's estimator and placement are not in the log"
+            if kl is None
+            else f"kl.estimator={kl} is no estimator of Keel's: keel doctor on the configuration tries it"
+        )
+    named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(formula.expected)
+    if formula.active and named is not None:
+        yield finding(
+            named,
+            f"{formula.note}; β is {log.option('kl.beta')}",
+            "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
+            formula.advice,
+        )
+
+
+@check("kl/controller")
+def controller(log: Log) -> CheckResults:
+    """A logged β outside any useful range."""
+    betas, swing = log.need("kl/beta", "β"), log.limits["controller_swing"]
+    turns = swings(betas, swing)
+    first, (step, largest), lowest = betas.finite.values[0], betas.top(), min(betas.finite.values)
+    if turns >= 3 and log.kl is not None and swings(log.kl[1], swing) >= 2:
+        yield finding(
+            "kl/controller",
+            f"β goes up and down {turns} times by more than {swing:g} times, between {lowest:.3g} and {largest:.3g}, "
+            f"and {log.kl[0]} with it",
+            "the controller answers too strongly, or to a KL of too long ago: each correction overshoots, and the run "
+            "is by turns without a penalty and held by one",
+            "a smaller gain or a longer horizon of the controller, or a constant β of the size in between",
+        )
+    elif lowest < 0 or largest > max(log.limits["controller_beta"], 10 * first):
+        yield finding(
+            "kl/controller",
+            f"β was {first:.3g} at first and is {betas.finite.values[-1]:.3g} now; it was {largest:.3g} at most (step "
+            f"{step}) and {lowest:.3g} at least",
+            "a controller whose target is out of reach, or whose sign or unit is another one, goes on without end",
+            "bounds on β, and a target in the unit in which the KL is measured",
         )

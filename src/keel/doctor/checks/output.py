@@ -1,33 +1,39 @@
-"""What the model writes: noise, torsos, the unreadable, ever more, ever less."""
+"""Completions: noise, truncated or unparseable text, length, and sampling that is too cold or too hot."""
 
 from __future__ import annotations
 
 import math
 
-from keel.doctor.advice import changes, either, setting
+from keel.doctor.advice import either, setting, unfiltered
 from keel.doctor.checks.base import (
     LARGE_VOCABULARY,
     RECENT,
     SMALL_VOCABULARY,
     CheckResults,
+    Level,
     Log,
     Missing,
     check,
     joined,
+    levels,
     not_shown,
-    over,
     percent,
 )
 from keel.doctor.findings import finding, propose
 from keel.doctor.history import Series, finite
-from keel.doctor.shapes import MEDIAN_ERROR, course, ends, noise, trend
+from keel.doctor.shapes import LEAST, MEDIAN_ERROR, course, ends, median, noise, trend
 
-HALF_A_TOKEN = 0.5
+NOTHING_WRITTEN = (
+    "nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine gives "
+    "requests up"
+)
+READ_ONE = "read a prompt and its completion with special tokens shown; see the engine's log, stop strings and limits"
+BONUS = {"loss.entropy_coef": 0.001}
 
 
 @check("output/random-weights")
 def random_weights(log: Log) -> CheckResults:
-    """Entropy at the start against that of drawing tokens blindly, or against what trained models have."""
+    """The entropy at the start against uniform sampling, or against the range of trained models."""
     size = log.vocabulary or SMALL_VOCABULARY
     uniform, first = math.log(size), log.need("entropy/mean", "the entropy").finite.head(3)
     if log.vocabulary is None and first.mean > math.log(LARGE_VOCABULARY):
@@ -51,7 +57,7 @@ def random_weights(log: Log) -> CheckResults:
 
 @check("output/truncated")
 def truncated(log: Log) -> CheckResults:
-    """The share of completions that end at the limit; where it is not recorded, lengths that lie there on average."""
+    """The share of completions that reach the length limit; if it is not recorded, a mean length near the limit."""
     series, limit = log.get("length/truncated_fraction"), log.option("rollout.max_completion_length")
     length, longest = log.get("length/mean"), finite(limit)
     at = f" at {log.opt('rollout.max_completion_length')} = {limit}" if limit else ""
@@ -89,45 +95,45 @@ def truncated(log: Log) -> CheckResults:
 
 
 def _all_as_long(log: Log, limit: float | None) -> str:
-    """That all completions of the last steps are as long as the longest may be, whatever is counted as cut; "" else.
-
-    By the limit, or by mean and longest that are the same to the token at every step: texts that end by themselves
-    differ, unless they are short by their form.
-    """
+    """A text that says that all recent completions have the limit's length, or one equal length; "" otherwise."""
     length, longest = log.get("length/mean"), log.get("length/max")
     if length is None:
         return ""
     now = length.finite.tail(RECENT)
-    if limit is not None and limit > 0 and min(now.values) > log.limits["near_limit_from"] * limit:
+    if limit is not None and min(now.values) > log.limits["near_limit_from"] * limit > 0:
         return f"completions of {now.span} have {now.mean:.4g} tokens on average, of {limit:g}, and few count as cut"
-    if longest is None or len(now) < RECENT or min(now.values) < log.limits["same_length"]:
-        return ""
-    alike = [step for step, mean, most in now.beside(longest) if abs(most - mean) <= HALF_A_TOKEN]
-    same = len(alike) == len(now) and max(now.values) - min(now.values) <= HALF_A_TOKEN
+    alike = (
+        {round(value) for _, *both in now.beside(longest.finite) for value in both} if longest is not None else set()
+    )
+    same = len(now) == RECENT and len(alike) == 1 and now.mean >= log.limits["same_length"]
     return f"every completion of {now.span} has {now.mean:.6g} tokens, as many as the longest" if same else ""
 
 
-@check("prompt/truncated")
-def prompts(log: Log) -> CheckResults:
-    """The share of prompts that were cut."""
-    if log.source != "keel" or log.option("data.truncation") not in (None, "error"):
-        log.need("prompt/truncated_fraction", "the share of truncated prompts")
-    yield from over(
-        log,
+levels(
+    "output",
+    Level(
         "prompt/truncated",
         "prompt/truncated_fraction",
         "truncated_prompts",
         "{share} of the prompts of {span} were cut at the limit",
         "the prompt limit is shorter than the data",
-        either(log.times("data.max_prompt_length", 2, "twice"), "leave overlong rows out"),
+        lambda log: either(log.times("data.max_prompt_length", 2, "twice"), "leave overlong rows out"),
         grave="truncated_prompts_error",
         whole=True,
-    )
+    ),
+    *(
+        Level("length/collapse", metric, limit, evidence, NOTHING_WRITTEN, READ_ONE, below=below)
+        for metric, limit, below, evidence in (
+            ("length/mean", 1.0, True, "completions have {mean} tokens over {span}"),
+            ("length/aborted_fraction", "truncated_completions", False, "{share} of the requests came back empty"),
+        )
+    ),
+)
 
 
 @check("output/unparseable")
 def unparseable(log: Log) -> CheckResults:
-    """The share of completions that the task can read."""
+    """The share of completions that the task can parse."""
     series = log.need("parse/ok_fraction", "the share of readable completions")
     now, most = series.tail(RECENT), log.limits["parse_rate_warning"]
     stays = "" if now.mean < most else _stays_unreadable(series, log)
@@ -146,49 +152,38 @@ def unparseable(log: Log) -> CheckResults:
 
 
 def _stays_unreadable(series: Series, log: Log) -> str:
-    """That most completions cannot be read all along, and that it gets no better, as text; "" where it does.
+    """A text that says that most completions are unparseable and the share does not improve; "" otherwise.
 
-    A form that is being learned is read ever more often: the upper end of what the share has gained decides.
+    While a format is learned, the share rises. The upper confidence bound of the gain decides.
     """
     change, (deviation, memory) = ends(series), noise(series)
     if change is None or max(series.finite.tail(2 * RECENT).values) >= log.limits["parse_rate_misfit"]:
         return ""
     error = MEDIAN_ERROR * deviation * math.sqrt(2 * memory / max(5, len(series.finite) // 10))
-    if change.size + log.limits["flat_reward"] * error > log.limits["flat_gain"]:
-        return ""
-    return f", {percent(change.before, '.1f')} at first: it does not grow in {len(series.finite)} logged steps"
+    grows = change.size + log.limits["flat_reward"] * error > log.limits["flat_gain"]
+    return "" if grows else f", {percent(change.before, '.1f')} at first: it does not grow"
 
 
 @check("length/explosion")
 def longer(log: Log) -> CheckResults:
-    """Length that grows, by far or until most completions end at the limit, while the reward does not."""
+    """Length grows, either strongly or until most completions reach the limit, while the reward does not rise."""
     series, at_limit = log.get("length/mean"), _into_limit(log)
     if series is None and not at_limit:
         raise not_shown("the length of completions")
     if not at_limit and series is not None and len(series) < 2 * RECENT:
         raise Missing(f"{len(series)} steps are too few: {2 * RECENT} are needed")
     growth = _growth(series, 1.0 if at_limit else log.limits["length_growth"], log) if series is not None else ""
-    if log.rose or not (growth or at_limit) or (log.has_teacher and not at_limit):  # a teacher may write longer
-        return
-    if log.has_teacher:
-        answering = {"kl.level": "sequence"} if log.option("kl.estimator") in ("exact", "k1") else {}
-        yield finding(
-            "length/explosion",
-            joined(growth, at_limit, by=", and "),
-            "repeated text is likely to teacher and student alike: no KL leads out of it",
-            either(
-                "look at the completions",
-                setting("{}", changes(log.config, answering)),  # a token answers for the KL after it
-                log.rate(0.3, "a third of"),
-            ),
-        )
+    # the teacher's completions may be longer
+    if log.rose or not (growth or at_limit) or (log.has_teacher and not at_limit):
         return
     loss, name = log.option("loss.loss_type"), log.opt("loss.loss_type")
-    other = loss not in (None, "dr_grpo", "dapo")  # which do not favour length
+    other = loss not in (None, "dr_grpo", "dapo") and not log.has_teacher  # those two losses do not favour length
     yield finding(
         "length/explosion",
         joined(growth, at_limit, log.gain, by=", and "),
-        "a loss that divides by length makes long failures cheap, or the reward pays for length",
+        "repeated text is likely to teacher and student alike"
+        if log.has_teacher
+        else "a loss that divides by length makes long failures cheap, or the reward pays for length",
         propose(
             "{}, or {}, which do not favour length: look at the completions", *({name: n} for n in ("dr_grpo", "dapo"))
         )
@@ -198,7 +193,7 @@ def longer(log: Log) -> CheckResults:
 
 
 def _growth(series: Series, least: float, log: Log) -> str:
-    """The length at first and now, where it is more than `least` times as much and not by noise; "" otherwise."""
+    """A text with the length at first and now, if it has grown significantly and by more than `least`; "" otherwise."""
     first, now, change = series.finite.head(RECENT), series.finite.tail(RECENT), trend(series)
     if (change is not None and not log.clear(change)) or not now.mean > least * first.mean:
         return ""
@@ -206,35 +201,16 @@ def _growth(series: Series, least: float, log: Log) -> str:
 
 
 def _into_limit(log: Log) -> str:
-    """The share of completions at the limit, where it rises beyond noise until they are most; "" otherwise."""
+    """A text with the share at the length limit, if it rises significantly to a majority; "" otherwise."""
     change, most = log.course("length/truncated_fraction"), log.limits["truncated_completions"]
     if change is None or not change.before < most / 2 < most < change.after:
         return ""
     return f"those that end at the limit go from {percent(change.before)} to {percent(change.after)}"
 
 
-@check()
-def empty(log: Log) -> CheckResults:
-    """Completions without a token, or requests that came back without one."""
-    length, share = log.get("length/mean"), log.now("length/aborted_fraction", 0.0)
-    now = length.finite.tail(RECENT) if length is not None else None
-    if share > log.limits["truncated_completions"] or (now is not None and now.mean < 1):
-        yield finding(
-            "length/collapse",
-            joined(
-                f"completions have {now.mean:.2g} tokens over {now.span}" if now is not None else None,
-                f"{percent(share)} of the requests came back empty" if share > 0 else None,
-                by=", ",
-            ),
-            "nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine "
-            "gives requests up",
-            "read a prompt and its completion with special tokens shown; see the engine's log, stop strings and limits",
-        )
-
-
 @check("length/collapse")
 def shorter(log: Log) -> CheckResults:
-    """Length that shrinks to next to nothing while the reward does not grow."""
+    """Length shrinks to almost nothing while the reward does not rise."""
     series, change = log.shape("length/mean", "the length of completions", course)
     first, now = series.finite.head(RECENT), series.finite.tail(RECENT)
     if log.limits["length_growth"] * now.mean < first.mean and log.clear(change) and not log.rose:
@@ -248,4 +224,136 @@ def shorter(log: Log) -> CheckResults:
             "the policy ends at once: the reward, or a loss that divides by length, makes short failures cheap, or end "
             "tokens are all that is learned",
             either("a reward that an empty answer does not earn", log.stronger, log.rate(0.3, "a third of")),
+        )
+
+
+# ------------------------------------------------------------------------ exploration
+
+
+@check("rollout/temperature")
+def cold(log: Log) -> CheckResults:
+    """Groups of equal completions, together with sampling options or a low initial entropy that cause them."""
+    equal, entropy = log.equal_groups, log.get("entropy/mean")
+    if equal is None and entropy is None:
+        raise not_shown("the entropy or the share of groups without spread")
+    share = equal.mean if equal is not None else math.nan
+    start = entropy.finite.head(RECENT) if entropy is not None else None
+    first, greedy = median(start) if start is not None else math.nan, _greedy(log)
+    copies = share > log.limits["same_groups"] or (equal is None and first < log.limits["entropy_rise_least"])
+    sharp = start is not None and max(start.values) < log.limits["entropy_collapse"]
+    if log.solved or (not (greedy and copies) and not (sharp and share > log.limits["zero_variance_groups"])):
+        return
+    back = unfiltered(log.config, log.source) if greedy.startswith("top") else {}
+    yield finding(
+        "rollout/temperature",
+        joined(
+            f"{percent(share)} of the groups had equal rewards over {equal.span}" if equal is not None else None,
+            f"the entropy is {first:.2g} nats per token over its first steps" if entropy is not None else None,
+            greedy,
+            by=", ",
+        ),
+        "the sampler is greedy or next to it: completions of a group are copies, and so are their rewards",
+        setting("set {}", back or {log.opt("rollout.temperature"): 1.0}),
+    )
+
+
+def _greedy(log: Log) -> str:
+    """The sampling option that makes sampling greedy, as text; "" if there is none."""
+    temperature, top_p = log.figure("rollout.temperature"), log.figure("rollout.top_p")
+    if temperature is not None and temperature < log.limits["temperature_cold"]:
+        return f"the temperature is {temperature:g}"
+    if log.figure("rollout.top_k") == 1:
+        return "top_k is 1"
+    return f"top_p is {top_p:g}" if top_p is not None and 0 < top_p < log.limits["exploration_least"] else ""
+
+
+@check()
+def hot(log: Log) -> CheckResults:
+    """Noise from the first step on: an entropy above any trained model's, or a temperature above any recipe's."""
+    entropy, temperature = log.get("entropy/mean"), log.figure("rollout.temperature")
+    first = median(entropy.finite.head(RECENT)) if entropy is not None else 0.0
+    blind = log.limits["entropy_uniform_share"] * math.log(log.vocabulary or SMALL_VOCABULARY)
+    noise = first > min(log.limits["entropy_noise"], blind)
+    configured = temperature is not None and temperature >= log.limits["temperature_hot"]
+    guessed = temperature is None and noise and first <= blind
+    if log.rose or log.solved or not (guessed or configured):
+        return
+    silent = log.equal_groups is not None and log.equal_groups.mean > log.limits["same_groups"]
+    yield finding(
+        "rollout/temperature",
+        joined(
+            f"the temperature is {temperature:g}" if temperature is not None else None,
+            f"the entropy is {first:.3g} nats per token over its first steps" if entropy is not None else None,
+            log.gain,
+            by=", ",
+        ),
+        "sampling so hot that each token is one of hundreds: what is written is noise, whatever the policy knows"
+        + (", unless the weights were not loaded as they should be" if guessed else ""),
+        setting("set {}", {log.opt("rollout.temperature"): 1.0}),
+        severity="error" if noise or silent else "warning",
+    )
+
+
+@check("entropy/collapse")
+def collapse(log: Log) -> CheckResults:
+    """Entropy near 0 although the task is not solved."""
+    series = log.need("entropy/mean", "the entropy")
+    if len(series) < 2 * RECENT:
+        raise Missing(f"{len(series)} steps are too few: {2 * RECENT} are needed")
+    first, now = series.finite.head(3).mean, series.finite.tail(RECENT)
+    # a significant fall is reported before the entropy is at 0
+    low = log.limits["entropy_rise_least" if log.clear(course(series)) else "entropy_collapse"]
+    gone = now.mean < min(low, log.limits["entropy_collapse_share"] * first)
+    above = series.finite.where(lambda value: value >= low)
+    since = log.since(max(above)) if above else log  # gains before the collapse do not count as gains after it
+    judged = since if (left := since.get("reward/mean")) is not None and len(left.finite) >= LEAST else log
+    if not gone or log.solved or judged.rose:
+        return
+    # loss types that accept DAPO's upper limit
+    clips = log.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
+    wider = clips and (log.figure("loss.epsilon_high") or 0.0) < 0.28
+    yield finding(
+        "entropy/collapse",
+        f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
+        "the policy repeats one answer, so groups have no spread left to learn from",
+        either(
+            log.stronger,
+            log.keel({"loss.epsilon_high": 0.28} if wider else {}),
+            log.keel({} if log.option("loss.entropy_coef") else BONUS),
+            log.rate(0.5, "half of"),
+        ),
+    )
+
+
+@check("entropy/rising")
+def rising(log: Log) -> CheckResults:
+    """A significant rise of the entropy without a gain in reward."""
+    series, change = log.shape("entropy/mean", "the entropy", trend)
+    first, now = series.finite.head(RECENT).mean, series.finite.tail(RECENT).mean
+    far = now > log.limits["entropy_rise"] * first and now - first > log.limits["entropy_rise_least"]
+    if not far or change.size <= 0 or not log.clear(change) or log.rose:
+        return
+    logged = log.get("entropy/coefficient")
+    bonus = logged.finite.values[-1] if logged is not None else log.figure("loss.entropy_coef") or 0.0
+    evidence = joined(
+        f"entropy rises from {first:.3g} to {now:.3g} nats per token over {series.span} (chance under noise: "
+        f"{change.chance:.1g})",
+        log.gain,
+    )
+    if bonus >= log.limits["entropy_bonus_least"]:
+        yield finding(
+            "entropy/too-strong",
+            f"{evidence}; the bonus has a coefficient of {bonus:g}",
+            "the bonus pays more for noise than the reward does for answers",
+            either(
+                setting("set {}", {log.opt("loss.entropy_coef"): 0}), log.times("loss.entropy_coef", 0.1, "a tenth of")
+            ),
+        )
+    else:
+        yield finding(
+            "entropy/rising",
+            evidence,
+            "the policy drifts into noise: advantages that are mostly noise, too large updates, a bonus on entropy, or "
+            "sampling hotter than what is scored",
+            either(log.rate(0.3, "a third of"), log.stronger, "read the completions"),
         )

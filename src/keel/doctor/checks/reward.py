@@ -1,20 +1,30 @@
-"""Rewards: numbers at all, with a spread, without a cliff, and not blown up by their normalisation."""
+"""Rewards: finite values, spread within groups, cliffs, and amplification by normalisation."""
 
 from __future__ import annotations
 
 import re
 import statistics
-from bisect import bisect_left
 
 from keel.doctor.advice import either
-from keel.doctor.checks.base import RECENT, CheckResults, Log, Missing, check, not_shown, of_steps, percent
+from keel.doctor.checks.base import (
+    NO_SCALE,
+    RECENT,
+    CheckResults,
+    Log,
+    Missing,
+    advantage_size,
+    check,
+    not_shown,
+    of_steps,
+    percent,
+)
 from keel.doctor.checks.course import WRITTEN, rewritten, shifts
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.history import Record, Series, finite, step_of
 from keel.doctor.shapes import LEAST, course, fall, frozen_since, median, noise, rise, trend
 
-NO_SCALE = ("none", "dr_grpo", False)
-OFF = 5.0  # deviations from the batches around them: chance does that once in a million, and never to the same digit
+PENALTIES = ("penal", "punish", "overlong")  # in names of parts whose best value is 0
+OFF = 5.0  # standard deviations: noise exceeds them once in a million, and never repeats exactly
 FINITE_REWARD = (
     "return a finite number for every completion, malformed and empty ones included; for Keel, reward.on_error says "
     "what a failing reward earns"
@@ -23,7 +33,7 @@ FINITE_REWARD = (
 
 @check("reward/non-finite")
 def non_finite(log: Log) -> CheckResults:
-    """A reward that is no number."""
+    """A non-finite reward."""
     series = log.series.get("reward/mean")
     if series is None and not log.rollouts:
         raise not_shown("the reward")
@@ -34,7 +44,7 @@ def non_finite(log: Log) -> CheckResults:
     omitted = log.omitted("reward/mean", "length/mean", "length/truncated_fraction", "reward/std")
     if bad or single or failures or skips:
         steps = sorted(bad | {step_of(record) for record in (*single, *failures, *skips)})
-        judge_messages = f"; the judge said {len(failures)} times: {failures[0].get('message')}" if failures else ""
+        judge_messages = f"; {len(failures)} messages of the judge, as {failures[0].get('message')}" if failures else ""
         yield finding(
             "reward/non-finite",
             f"reward is not a finite number at {of_steps(steps)}{judge_messages}",
@@ -53,7 +63,7 @@ def non_finite(log: Log) -> CheckResults:
 
 @check("reward/failed")
 def failed(log: Log) -> CheckResults:
-    """Calls of a reward that gave no value, beside those that gave no number."""
+    """Reward calls that failed, other than by a non-finite value."""
     failures = [event for event in _failures(log) if not _no_number(event)]
     if failures:
         steps = sorted({step_of(event) for event in failures})
@@ -62,7 +72,7 @@ def failed(log: Log) -> CheckResults:
             "reward/failed",
             f"{len(failures)} calls of a reward failed at {of_steps(steps)}; the first: {failures[0].get('message')}",
             "the function raises, returns something else, or does not return within reward.timeout_s",
-            "mend the function: what fails is paid as reward.on_error says, whatever the completion was worth",
+            "fix the function: what fails is paid as reward.on_error says, whatever the completion was worth",
             severity="error" if many else "warning",
         )
 
@@ -72,82 +82,46 @@ def _failures(log: Log) -> list[Record]:
 
 
 def _no_number(event: Record) -> bool:
-    """Whether the judge's message is about NaN or an infinity."""
+    """Whether the judge's message reports NaN or an infinity."""
     return re.search(r"(?:returned|is) [+-]?(?:nan|inf)\b", str(event.get("message"))) is not None
 
 
 @check()
-def unpaid(log: Log) -> CheckResults:
-    """Batches that earn one and the same reward, far off those around them, again and again."""
-    rewards = log.get("reward/mean")
-    for value in set() if rewards is None else {min(rewards.finite.values), max(rewards.finite.values)}:
-        steps = _off_course(log, value)
-        if rewards is not None and len(steps) > log.limits["spike_share"] * len(rewards.finite):
-            yield finding(
-                "reward/failed",
-                f"the mean reward is {value:.6g}, to the last digit, at {of_steps(steps)} ({len(rewards.finite)} are "
-                f"logged), far from what the batches around them earn (median {median(rewards):.3g})",
-                "these batches were not judged: a worker that fails or is not reached pays them all the same; or their "
-                "problems are of a kind on which all completions fare alike",
-                "see what judged these batches, and that a failure is an error and no reward",
-            )
-            return
-
-
-def _off_course(log: Log, value: float) -> list[int]:
-    """Steps whose mean reward is that value, far from those of the others around them, where these are never alike.
-
-    Several stretches of them, each with others before and after it: what comes once is a collapse, or a task solved.
-    """
-    rewards, alike = log.series["reward/mean"].finite, log.equal_groups
-    usual = Series.of((s, v) for s, v in zip(rewards.steps, rewards.values, strict=True) if v != value)
-    if len(usual) < max(LEAST, len(rewards) / 2):
-        return []
-    deviation, silent = noise(usual)[0], alike.where(lambda share: share == 1) if alike is not None else None
-    found: list[int] = []
-    stretches: set[int] = set()
-    for step in rewards.where(lambda paid: paid == value):
-        at = bisect_left(usual.steps, step)
-        near = usual.values[max(0, at - 5) : at + 5]
-        far = abs(value - statistics.median(near)) > OFF * deviation and 0 < at < len(usual)
-        if far and (silent is None or step in silent):
-            found.append(step)
-            stretches.add(at)
-    return found if len(stretches) >= 3 and deviation > 0 else []
-
-
-@check()
-def stopped(log: Log) -> CheckResults:
-    """A part of the reward that falls to one value at once and stays there to the last digit."""
+def unjudged(log: Log) -> CheckResults:
+    """A reward part that is exactly constant: at 0 or less in the whole run, or from one step on."""
     for name, series in _parts(log).items():
         since, count = frozen_since(series)
         before, value = series.finite.head(len(series.finite) - count), series.finite.values[-1]
-        last = before.tail(RECENT)
-        if count < LEAST or len(before) < RECENT or len(set(last.values)) < 3 or value > min(before.values):
+        if count < LEAST or value > min(before.values, default=0.0):
             continue
-        lost = median(last) - value
-        at_once = lost > OFF * noise(before)[0] and min(last.values) - value > lost / 2
-        at_once = at_once and not rewritten(log, since, WRITTEN[1:])  # else it is the policy that broke
-        if at_once and lost > log.limits["gap_reward"] * log.size:
-            yield finding(
-                "reward/failed",
-                f"{name} is {value:.6g}, to the last digit, at each of {count} logged steps since step {since}, and "
-                f"was {median(last):.3g} over {last.span}",
-                "what judges this part fails or is not reached any more, and pays all completions alike: no policy "
-                "unlearns a part to the last completion from one step to the next",
-                f"see the verifier's own log from step {since} on; go on from a checkpoint before it",
-            )
+        last = before.tail(RECENT)
+        lost = median(last) - value if before.values else 0.0
+        # if the text changed as well, the policy collapsed and not the judge
+        at_once = len(set(last.values)) > 2 and lost > OFF * noise(before)[0] and min(last.values) - value > lost / 2
+        at_once = at_once and not rewritten(log, since, WRITTEN[1:]) and lost > log.limits["gap_reward"] * log.size
+        never = not before.values and len(_parts(log)) > 1 and not any(word in name for word in PENALTIES)
+        if not at_once and not never:
+            continue
+        yield finding(
+            "reward/failed",
+            f"{name} is {value:.6g}, to the last digit, at each of {count} logged steps since step {since}"
+            + (f", and was {median(last):.3g} over {last.span}" if before.values else ""),
+            "what judges this part fails, is not reached or cannot read a completion, and pays all alike: no policy "
+            "misses a part at every completion, nor unlearns it from one step to the next",
+            f"judge a right answer by {name} alone, and see the verifier's own log from step {since} on",
+            severity=None if before.values else "warning",
+        )
 
 
 def _parts(log: Log) -> dict[str, Series]:
-    """The parts of the reward that were logged."""
+    """The logged parts of the reward."""
     names = [name for name in log.series if name.startswith("reward/part/")]
     return {n.removeprefix("reward/part/"): series for n in names if (series := log.get(n)) is not None}
 
 
 @check("reward/cliff")
 def cliff(log: Log) -> CheckResults:
-    """Most completions at one negative reward, far below all the others."""
+    """Most completions earn one negative reward, far below all others."""
     rewards = [value for record in _trained(log) if (value := finite(record.get("reward"))) is not None]
     if len(rewards) < 8:
         raise Missing("rewards of single completions are needed, and too few were recorded")
@@ -172,7 +146,7 @@ def cliff(log: Log) -> CheckResults:
 
 
 def _trained(log: Log) -> list[Record]:
-    """Rollouts of training, without the held-out ones that are tracked."""
+    """Rollouts of training, without tracked held-out ones."""
     return [record for record in log.rollouts if not record.get("tracked")]
 
 
@@ -203,7 +177,7 @@ def constant(log: Log) -> CheckResults:
             "problems that succeed now and then (easier ones, a warm start)",
             "a reward part that pays for coming closer",
         ),
-        # what was solved on the way was learned, but most of the run's steps had nothing to learn from
+        # the run learned the task, but most of its steps had no signal
         severity=None if not done else "warning" if all_along or idle > log.limits["mostly_idle"] else "note",
         share=now.mean,
     )
@@ -211,7 +185,7 @@ def constant(log: Log) -> CheckResults:
 
 @check("advantage/amplified")
 def amplified(log: Log) -> CheckResults:
-    """1 / (std of the groups that have any), where advantages are divided by it."""
+    """1 / (std of the groups with spread), if advantages are divided by it."""
     if (log.option("loss.scale_rewards") or log.option("loss.loss_type")) in NO_SCALE:
         return
     spread, silent = log.get("reward/within_group_std"), log.get("reward/zero_variance_fraction")
@@ -220,16 +194,17 @@ def amplified(log: Log) -> CheckResults:
         spread, silent = log.need("reward/std", "the spread of the rewards within groups"), None
         label = "std of the whole batch (a group's is at most that)"
     if silent is None and log.saturated:
-        spread = spread.head(RECENT)  # most groups are alike by now, and a mean over all does not tell of the others
+        spread = spread.head(RECENT)  # later most groups have equal rewards, which lowers the mean
     live = dict(zip(silent.steps, silent.values, strict=True)) if silent is not None else {}
     shares = [(value, 1 - live.get(step, 0.0)) for step, value in zip(spread.steps, spread.values, strict=True)]
     typical = [value / differ for value, differ in shares if value > 0 and 0 < differ <= 1]
     if not typical:
-        return  # no group has any spread: reward/constant
+        return  # reported as reward/constant
     middle = statistics.median(typical)
     highest, lowest = log.get("reward/max"), log.get("reward/min")
     known = (*highest.finite.values, *lowest.finite.values) if highest is not None and lowest is not None else ()
-    size = min(1.0, max(map(abs, known), default=1.0)) or 1.0  # in small units differences are small, and meant
+    # for rewards on a small scale, small differences are intended
+    size = min(1.0, max(map(abs, known), default=1.0)) or 1.0
     if size / middle > log.limits["advantage_amplification"]:
         unsure = log.option("loss") is None
         yield finding(
@@ -247,16 +222,16 @@ def amplified(log: Log) -> CheckResults:
 
 @check("reward/weak")
 def weak(log: Log) -> CheckResults:
-    """Little spread within groups, with a reward that does not move."""
+    """Little spread within groups, and a reward that does not rise."""
     spread, name = log.get("reward/within_group_std"), "within-group std"
-    if spread is None:  # the spread of a whole batch is at least that of its groups
+    if spread is None:  # the batch's spread is at least that of its groups
         spread = log.need("reward/std", "the spread of the rewards")
         name = "std over the batch (the groups' own is at most that)"
     gain, least = log.need_trend, int(log.limits["steps_to_judge"])
     if len(spread) < least:
         raise Missing(f"{len(spread)} steps are too few to call a reward flat: {least} are needed")
     if log.now("reward/zero_variance_fraction") > log.limits["zero_variance_groups"]:
-        return  # that is reward/constant
+        return  # reported as reward/constant
     if spread.mean < log.limits["reward_spread"] and not log.solved and not log.rose and (log.flat or gain.z_score < 0):
         yield finding(
             "reward/weak",
@@ -268,7 +243,7 @@ def weak(log: Log) -> CheckResults:
 
 @check("reward/collapse")
 def collapsed(log: Log) -> CheckResults:
-    """Far below the highest level, and staying there."""
+    """A reward far below its highest level that does not recover."""
     rewards, change = log.shape("reward/mean", "the reward", fall)
     floor, best, least = min(0.0, *rewards.finite.values), rise(rewards), log.limits["gap_reward"] * log.size
     lost, steady = -change.size, trend(rewards)
@@ -284,7 +259,7 @@ def collapsed(log: Log) -> CheckResults:
         yield finding(
             "reward/collapse",
             f"the reward fell from {change.before:.3g} at its best to {change.after:.3g} at the end, from step "
-            f"{change.step} on; chance under its noise: {change.chance:.1g}{_beside(log)}",
+            f"{change.step} on; chance under its noise: {change.chance:.1g}",
             "updates too large for what the batches say, a policy that found text no reward was made for, or, if it "
             "falls from the first step on, a loss or an advantage of the wrong sign",
             either(
@@ -296,21 +271,9 @@ def collapsed(log: Log) -> CheckResults:
         )
 
 
-def _beside(log: Log) -> str:
-    """What KL, entropy and length did meanwhile."""
-    names = {"entropy/mean": "entropy", "length/mean": "length"}
-    names |= {f"{log.kl[0]}/mean": "KL"} if log.kl is not None else {}
-    moved = [
-        f"{label} {series.finite.head(RECENT).mean:.3g} → {series.finite.tail(RECENT).mean:.3g}"
-        for name, label in names.items()
-        if (series := log.get(name)) is not None
-    ]
-    return f"; meanwhile {', '.join(moved)}" if moved else ""
-
-
 @check("reward/part-falling")
 def part_falling(log: Log) -> CheckResults:
-    """A part of the reward that goes down while the sum goes up."""
+    """A part of the reward falls while the total rises."""
     total, parts = log.shape("reward/mean", "the reward", course)[1], _parts(log)
     if not parts:
         raise not_shown("the reward's parts beside its sum")
@@ -331,7 +294,7 @@ def part_falling(log: Log) -> CheckResults:
 
 @check("reward/scale")
 def scale(log: Log) -> CheckResults:
-    """Advantages far from size 1: the policy term then drowns whatever has a coefficient of its own."""
+    """Advantages whose scale is far from 1: the policy term then outweighs every term with a fixed coefficient."""
     if log.beta == 0:
         return
     known = advantage_size(log)
@@ -347,14 +310,3 @@ def scale(log: Log) -> CheckResults:
             f"divide the reward by {size:.2g}, or let advantages be divided by their deviation "
             f"({log.opt('loss.scale_rewards')})",
         )
-
-
-def advantage_size(log: Log) -> tuple[float, str] | None:
-    """(size, what it is the size of) of what multiplies the policy term; None where the log does not show it."""
-    largest, spread = log.get("advantage/max"), log.get("reward/within_group_std") or log.get("reward/std")
-    divides = log.option("loss.scale_rewards"), log.option("loss.loss_type")
-    if largest is not None:
-        return median(largest), "the largest advantage of a batch is"
-    if spread is not None and (divides[0] is False or (divides[0] or divides[1]) in NO_SCALE):
-        return median(spread), "advantages are not divided by their deviation, and that of the rewards is"
-    return None

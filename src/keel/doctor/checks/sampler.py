@@ -1,4 +1,4 @@
-"""The sampler against the trainer, as far as a log can tell: a gap that grows is stale weights, another is not."""
+"""The sampler against the trainer, from the log: a growing gap means stale weights, a constant one another cause."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from keel.doctor.advice import either, setting
-from keel.doctor.checks.base import RECENT, CheckResults, Log, Missing, check, joined, not_shown, percent
+from keel.doctor.checks.base import RECENT, CheckResults, Level, Log, Missing, check, joined, levels, not_shown, percent
 from keel.doctor.findings import Advice, Finding, Severity, finding
 from keel.doctor.history import LARGEST, Series
 from keel.doctor.thresholds import Thresholds
 
 KL = "KL(sampler‖policy)"
-IMPOSSIBLE = 15.0  # nats by which no usual temperature moves a token that was drawn
+IMPOSSIBLE = 15.0  # nats; changing a usual temperature changes a sampled token's log-probability by less
 AGES = ("staleness/mean", "other/off_policy/mean")
-DEPTH = "kl/sampler_policy/depth_"  # of the metrics, with where a stretch begins behind it
-SIGMAS = 4.0  # standard errors that lie between the deepest stretch and the first
+DEPTH = "kl/sampler_policy/depth_"  # metric prefix, followed by the first token of a stretch
+SIGMAS = 4.0  # standard errors between the deepest stretch and the first
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """A measure of the distance between sampler and policy, with the limits that it has."""
+    """A measure of the distance between sampler and policy, with its limits."""
 
     name: str
     unit: str
@@ -31,10 +31,10 @@ class _Gap:
     error: float
 
 
-# What a gap is logged as: its name, its unit, and how it becomes a KL; probabilities have limits of their own.
+# The name, unit and conversion to KL of each gap metric. Probabilities have limits of their own.
 GAPS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     "kl/sampler_policy/k3/mean": (KL, " nats per token", abs),
-    # differences of log-probabilities are heavy-tailed: of Laplace's, the mean square is twice the squared mean
+    # log-probability gaps are heavy-tailed: for a Laplace distribution the mean square is twice the squared mean
     "logp/sampler_gap_mean": (f"{KL}, from the mean gap,", " nats per token", lambda gap: gap * gap),
     "sampler/multiplicative_error": (
         f"{KL}, from the mean of exp |gap|,",
@@ -43,14 +43,14 @@ GAPS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     ),
     "kl/sampler_policy/k1/mean": (f"{KL} (k1)", " nats per token", abs),
     "kl/policy_sampler/k3/mean": ("KL(policy‖sampler)", " nats per token", abs),
-    # of two distributions that are near each other it is a quarter of their KL
+    # for nearby distributions, JS is a quarter of the KL
     "sampler/js_divergence": (f"{KL}, from Jensen and Shannon's,", " nats per token", lambda js: 4 * js),
     "sampler/probability_gap_mean": ("the mean difference of sampled tokens' probabilities", "", abs),
 }
 
 
 def _largest_gap(log: Log) -> _Gap | None:
-    """Of all that was recorded the one furthest over its limit; what overflows in its unit is the largest number."""
+    """The recorded gap that exceeds its limit most. Overflowing values become the largest number."""
     gaps = [
         _Gap(
             name,
@@ -66,28 +66,27 @@ def _largest_gap(log: Log) -> _Gap | None:
 
 @check("sampler/stale", "sampler/temperature", "sampler/filter", "sampler/precision")
 def sampler(log: Log) -> CheckResults:
-    """KL(sampler‖policy) or the log-probability gap: its size now, and against the first step.
+    """KL(sampler‖policy) or the log-probability gap: its current size, and its growth since the first step.
 
-    Before the first update even an engine that is never synced has the trainer's weights, so what is there at step 1 is
-    no stale weight, and what came later and was not there may be. A mean over the first steps would hold drift already.
+    Before the first update, an engine that never syncs still has the trainer's weights. A gap at step 1 therefore has
+    another cause than stale weights, while a later one may be due to them. The first step is not averaged with later
+    ones, which may include drift.
     """
     size, gap = _largest_gap(log), log.get("logp/sampler_gap_max")
     if size is None:
-        yield from _few_samples(log)
         if gap is None:
             raise not_shown("the sampler's log-probabilities beside the trainer's")
         raise Missing("only the largest gap of a token was recorded, which one rare token decides")
     first, now = size.series.head(1), size.series.tail(RECENT)
     growth, rounding = log.limits["sampler_gap_growth"], log.limits["sampler_rounding"]
     grew = len(size.series) > 1 and now.mean > growth * max(first.mean, rounding)
-    # near 1 for an engine that was never synced
+    # the ratio is near 1 for an engine that never syncs
     moved = log.kl[1].tail(RECENT).mean if log.kl is not None and size.name == KL else 0.0
     behind = now.mean / moved if moved > 0 else 0.0
     age = max((series.mean for name in AGES if (series := log.get(name)) is not None), default=0.0)
     ahead = log.figure("rollout.max_staleness") or age
     never_synced = grew and not ahead and behind > log.limits["sampler_never_synced"]
     if now.mean <= size.warning and not never_synced:
-        yield from _few_samples(log)
         return
     evidence = joined(
         f"{size.name} is {now.mean:.3g}{size.unit} over {now.span} and was {first.mean:.3g} over {first.span}",
@@ -142,31 +141,8 @@ def sampler(log: Log) -> CheckResults:
     yield finding(code, evidence, cause, advice, severity, guess=code == "sampler/temperature")
 
 
-def _few_samples(log: Log) -> CheckResults:
-    """Importance weights of which few count, or probabilities that do not go together."""
-    ess, together = log.now("mismatch/ess", log.now("ratio/ess", 1.0)), log.now("sampler/correlation", 1.0)
-    ratio, rejected = log.now("ratio/sampler_mean", 1.0), log.now("mismatch/rejected_fraction", 0.0)
-    if ess < log.limits["mismatch_ess"]:
-        figure = f"the effective sample size of the importance weights is {percent(ess)} of the samples"
-    elif together < log.limits["sampler_correlation"]:
-        figure = f"sampler's and trainer's probabilities correlate by {together:.3g} only"
-    elif abs(ratio - 1) > log.limits["sampler_ratio"]:
-        figure = f"the importance weights of policy over sampler have a mean of {ratio:.3g}, where 1 is right"
-    elif rejected > log.limits["sampler_rejected"]:
-        figure = f"{percent(rejected)} of what was sampled is left out for its importance weight"
-    else:
-        return
-    yield finding(
-        "sampler/mismatch",
-        figure,
-        "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
-        "compare the log-probabilities of one completion, token by token, from both",
-        severity="warning",
-    )
-
-
 def _constant_cause(log: Log, *, large: bool) -> tuple[str, str]:
-    """The likeliest of the causes that a log cannot tell apart, by the options."""
+    """The most likely of several causes that a log cannot distinguish, by the options."""
     top_p, top_k, min_p = (log.figure(f"rollout.{name}") for name in ("top_p", "top_k", "min_p"))
     if (top_p or 1) < 1 or (top_k or 0) > 0 or (min_p or 0) > 0:
         return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"
@@ -181,50 +157,79 @@ def _constant_cause(log: Log, *, large: bool) -> tuple[str, str]:
     return "sampler/precision", "another precision, other kernels, or another temperature or filter"
 
 
-@check()
-def reported(log: Log) -> CheckResults:
-    """Tokens whose log-probability the engine did not report: their mismatch is neither measured nor corrected."""
-    share = log.now("mismatch/unreported_fraction")
-    if share > 0:
-        yield finding(
-            "sampler/unreported",
-            f"for {percent(share, '.3g')} of the sampled tokens no log-probability was reported",
-            "without the sampler's own numbers a difference from the policy is neither seen nor weighed",
-            "let the engine return sample_logp (and filtered_logp under filters) for every token it samples",
-        )
+def _from_one(ratio: float) -> float:
+    return abs(ratio - 1)
 
 
-@check()
-def filtered(log: Log) -> CheckResults:
-    """The probability that configured filters cut off, which bounds the bias of every mean."""
-    mass = log.get("rollout/kept_mass/mean")
-    if mass is not None and (cut := 1 - mass.tail(RECENT).mean) > log.limits["filtered_mass"]:
-        yield finding(
-            "sampler/filter",
-            f"filters cut off {percent(cut, '.3g')} of the probability over {mass.tail(RECENT).span}",
-            "what the policy does outside of the kept support is never seen: a mean at a state is biased by at most "
-            "that share of its largest value",
-            log.unfiltered,
+def _explained(log: Log) -> bool:
+    """Whether the check of the log-probability gap already reports it."""
+    return any(isinstance(result, Finding) for result in sampler(log))
+
+
+Weight = tuple[str, Callable[[float], float], bool, str]
+FEW: Weight = "mismatch_ess", float, True, "the importance weights leave {share} of the samples (effective size)"
+WEIGHTS: dict[str, Weight] = {  # metrics of importance weights: their limits and texts
+    "mismatch/ess": FEW,
+    "ratio/ess": FEW,
+    "sampler/correlation": ("sampler_correlation", float, True, "the probabilities of both correlate by {mean} only"),
+    "ratio/sampler_mean": ("sampler_ratio", _from_one, False, "the mean importance weight is {mean} away from 1"),
+    "mismatch/rejected_fraction": ("sampler_rejected", float, False, "{share} is left out for its importance weight"),
+}
+levels(
+    "sampler",
+    *(
+        Level(
+            "sampler/mismatch",
+            metric,
+            limit,
+            evidence,
+            "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
+            "compare the log-probabilities of one completion, token by token, from both",
+            below=below,
             severity="warning",
+            of=of,
+            unless=_explained,
         )
+        for metric, (limit, of, below, evidence) in WEIGHTS.items()
+    ),
+    Level(
+        "sampler/unreported",
+        "mismatch/unreported_fraction",
+        0.0,
+        "for {share} of the sampled tokens no log-probability was reported",
+        "without the sampler's own numbers a difference from the policy is neither seen nor weighed",
+        "let the engine return sample_logp (and filtered_logp under filters) for every token it samples",
+    ),
+    Level(
+        "sampler/filter",
+        "rollout/kept_mass/mean",
+        "filtered_mass",
+        "filters cut off {share} of the probability over {span}",
+        "what the policy does outside of the kept support is never seen: a mean at a state is biased by at most "
+        "that share of its largest value",
+        lambda log: log.unfiltered,
+        severity="warning",
+        of=lambda kept: 1 - kept,
+    ),
+)
 
 
 @check()
 def depth(log: Log) -> CheckResults:
-    """KL(sampler‖policy) of the last steps, in each stretch of the context."""
+    """KL(sampler‖policy) of the last steps, by position in the context."""
     stretches: dict[int, tuple[float, float]] = {}
     for name in log.series:
         if match := re.fullmatch(rf"{DEPTH}(\d+)/mean", name):
             se = log.get(f"{DEPTH}{match[1]}/se")
             if se is not None and log.get(name) is not None:
-                steps = min(RECENT, len(se))  # each a sample of its own
+                steps = min(RECENT, len(se))  # each step is an independent sample
                 stretches[int(match[1])] = log.now(name), se.tail(RECENT).mean / max(1, steps) ** 0.5
     if (found := growing(stretches, log.limits)) is not None:
         yield found
 
 
 def growing(stretches: Mapping[int, tuple[float, float]], thresholds: Thresholds) -> Finding | None:
-    """The finding where the deepest stretch is far above the first, `{start: (mean, standard error)}`."""
+    """The finding if the KL at the deepest positions is far above the first, from `{start: (mean, standard error)}`."""
     if len(stretches) < 2:
         return None
     first, deepest = min(stretches), max(stretches)

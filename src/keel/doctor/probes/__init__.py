@@ -1,1 +1,1 @@
-"""Experiments that are no measures yet."""
+"""Experiments of the preflight; measures.py turns them into measures."""

@@ -1,7 +1,7 @@
-"""Other ways to draw than the policy's own: filters, penalties, blocked n-grams, banned tokens, a least length.
+"""Sampling distributions other than the policy's: filters, penalties, banned tokens, a minimum length.
 
-Each is a fixed distribution, so that p_other/p_policy of all drawn tokens is 1 on average if the policy drew them, and
-so is a mean over many: odds of e^x for any of them come about with a chance of e^−x at most (Markov).
+Each is a fixed distribution. If the policy drew the tokens, the likelihood ratio p_other/p_policy has expectation 1,
+and so has a mean over several alternatives. Its logarithm is a log evidence ratio (see evidence.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from keel.doctor.draws import Draws, filters, tightest
 from keel.rollout.sampling import SamplingParams
 
 _REPETITION = (1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 1.7, 2.0)
-_PENALTIES = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)  # presence and frequency
-_NGRAMS = (2, 3, 4)
+_PENALTIES = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0)  # values of the presence and frequency penalties
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _BIASES = (-math.inf, -3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 Texts = tuple[tuple[int, ...], ...]
-_COLUMNS = 256  # tokens whose bias is looked at
+_COLUMNS = 256  # number of tokens whose bias is tested
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Drawn tokens at a temperature, and what stands before them."""
+    """Drawn tokens with logits at the sampling temperature, and their contexts."""
 
     drawn: Draws
     logits: Tensor  # [N, V]
@@ -50,20 +49,16 @@ class Scaled:
 
     @cached_property
     def written(self) -> Tensor:
-        """`[N, V]`: how often a token stands in the completion before the drawn one."""
+        """`[N, V]`: the count of each token in the completion before the drawn one."""
         return _counts(*self._standing, prompted=False).to(self.logits)
 
     @cached_property
     def seen(self) -> Tensor:
-        """The same of prompt and completion."""
+        """`[N, V]`: the count of each token in the prompt and the completion before the drawn one."""
         return _counts(*self._standing, prompted=True).to(self.logits)
 
-    def repeating(self, n: int) -> Tensor:
-        """`[N, V]` bool: tokens that would end an n-gram which stands there already."""
-        return _repeating(*self._standing, n).to(self.logits.device)
-
     def gain(self, logits: Tensor) -> float:
-        """Σ log p_edited − log p over the drawn tokens."""
+        """Σ (log p_edited − log p) over the drawn tokens."""
         edited, own = (
             values.log_softmax(-1).gather(-1, self.drawn.tokens[:, None]) for values in (logits, self.logits)
         )
@@ -81,30 +76,18 @@ def _counts(
     return torch.stack(counts)
 
 
-@lru_cache(maxsize=8)
-def _repeating(
-    texts: Texts, prompts: tuple[int, ...], rows: tuple[int, ...], places: tuple[int, ...], size: int, n: int
-) -> Tensor:
-    marked = torch.zeros(len(rows), size, dtype=torch.bool)
-    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-        text = texts[row][: prompts[row] + place]
-        last = text[len(text) - n + 1 :]
-        marked[i, [text[j + n - 1] for j in range(len(text) - n + 1) if text[j : j + n - 1] == last]] = True
-    return marked
-
-
 @dataclass(frozen=True)
 class Alternative:
-    """One other way to draw: its name, its cause, new logits `[N, V]`, and how much likelier the drawn tokens are."""
+    """One alternative distribution: name, cause, logits `[N, V]`, and the log-likelihood gain on the drawn tokens."""
 
     name: str
     cause: str
     edit: Callable[[Scaled], Tensor]
-    gain: float  # nats over the policy
+    gain: float  # nats above the policy's log-likelihood
 
 
 def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> tuple[list[Alternative], float]:
-    """All of them, the likeliest first, and the evidence in nats that it is any of them."""
+    """All alternatives, the most likely first, and the log evidence ratio, in nats, that one of them is in use."""
     scaled = Scaled.of(drawn, params)
     placed = len(drawn) > 0 and drawn.position is not None
     kinds = [[*_of_tokens(scaled)], *([[*_of_text(scaled)], [*_of_length(scaled, [*ends])]] if placed else [])]
@@ -117,7 +100,7 @@ def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> t
 
 
 def filter_odds(drawn: Draws, params: SamplingParams) -> float:
-    """The evidence in nats that filters are on beyond `params`: the mean of p_filtered/p over those of `filters`."""
+    """The log evidence ratio, in nats, of filters beyond `params`: from the mean of p_filtered/p over `filters`."""
     if not len(drawn):
         return 0.0
     whole, own = replace(drawn, logits=drawn.distribution(params)), drawn.logp(params)
@@ -135,12 +118,12 @@ def filter_odds(drawn: Draws, params: SamplingParams) -> float:
 
 
 def applied(drawn: Draws, alternative: Alternative, params: SamplingParams) -> Draws:
-    """The same tokens under the logits that the alternative would have."""
+    """The same tokens with the logits of an alternative."""
     return replace(drawn, logits=alternative.edit(Scaled.of(drawn, params)) * (params.temperature or 1.0))
 
 
 def _of_text(scaled: Scaled) -> Iterator[Alternative]:
-    """What depends on the tokens that stand before: penalties and blocked n-grams."""
+    """Alternatives that depend on earlier tokens: penalties."""
     cause = (
         "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples are "
         "not the policy's"
@@ -155,14 +138,13 @@ def _of_text(scaled: Scaled) -> Iterator[Alternative]:
         *((f"a repetition penalty of {v:.3g}", repetition(v)) for v in _REPETITION),
         *((f"a presence penalty of {v:.3g}", lambda s, v=v: s.logits - v * (s.written > 0)) for v in _PENALTIES),
         *((f"a frequency penalty of {v:.3g}", lambda s, v=v: s.logits - v * s.written) for v in _PENALTIES),
-        *((f"no repeated {n}-gram", lambda s, n=n: s.logits.masked_fill(s.repeating(n), -math.inf)) for n in _NGRAMS),
     ]
     for name, edit in edits:
         yield Alternative(name, cause, edit, scaled.gain(edit(scaled)))
 
 
 def _of_tokens(scaled: Scaled) -> Iterator[Alternative]:
-    """A bias on one token, or a ban: it is drawn more or less often than the policy would."""
+    """A bias on one token, or a ban on it, by its frequency among the drawn tokens."""
     p, tokens = scaled.logits.softmax(-1), scaled.drawn.tokens
     expected, counts = p.sum(0), torch.bincount(tokens, minlength=p.shape[-1]).double()
     columns = (expected + counts).topk(min(_COLUMNS, p.shape[-1])).indices
@@ -178,7 +160,7 @@ def _of_tokens(scaled: Scaled) -> Iterator[Alternative]:
 
 
 def _of_length(scaled: Scaled, ends: list[int]) -> Iterator[Alternative]:
-    """No end token before a least length."""
+    """No end token before a minimum length."""
     p = scaled.logits.softmax(-1)[:, ends].sum(-1)
     is_end = torch.isin(scaled.drawn.tokens, torch.tensor(ends, device=p.device))
     for least in _LENGTHS if ends else ():

@@ -1,8 +1,8 @@
-"""Where the terms of the loss balance: how far the KL term, the entropy bonus and the reward's scale let it go.
+"""The equilibrium of the loss terms: the KL that the KL term, the entropy bonus and the scale of the rewards permit.
 
-With J = W·A − β·v·KL in each completion the optimum is π* ∝ π_ref·exp(W·A / (β·v)), so KL* = ½·(W·A / (β·v))² nats per
-completion to second order: exactly where β lets the policy go, whatever the learning rate. W (what an advantage weighs)
-and v (what a nat of KL weighs) are measured on the configured loss, A is the rewards' own.
+With J = W·A − β·v·KL in each completion the optimum is π* ∝ π_ref·exp(W·A / (β·v)). Its KL is ½·(W·A / (β·v))² nats per
+completion to second order, independent of the learning rate. W, the weight of an advantage, and v, the weight of a nat
+of KL, are measured on the configured loss. A is the typical advantage.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.advantage import group_spreads
 from keel.doctor.probes.objective import ADVANTAGES, loss_gradient
-from keel.doctor.probes.reach import course, gradient_norm
+from keel.doctor.probes.reach import course
 from keel.doctor.probes.states import mean_kl, policy_states
-from keel.doctor.probes.update import FirstUpdate, loss_gradients, moved
+from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, moved
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.doctor.weights import backup
@@ -33,31 +33,31 @@ from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages
 
-PULLED_AT = 0.02  # nats per token at which the KL's pull is measured: no rounding, and still quadratic
+PULLED_AT = 0.02  # nats per token at which the KL gradient is measured: above rounding, and still quadratic
 MOST_STEPS = 2_000
 SMALL_ADVANTAGE = 0.05
-ADVISED_KL = 100.0  # nats per completion that an advised β allows: 0.07 under advantages of size 1
+ADVISED_KL = 100.0  # nats per completion that an advised β permits: 0.07 for advantages of size 1
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What an advantage of typical size and a nat of KL weigh in the loss, the KL's at β = 1."""
+    """The weights of a typical advantage and of a nat of KL in the loss, for β = 1."""
 
     advantage: float
     kl: float
-    length: float  # tokens of a completion
+    length: float  # tokens per completion
 
     def equilibrium(self, beta: float) -> float:
-        """Nats per completion at which the two terms balance."""
+        """The KL, in nats per completion, at which the two terms balance."""
         return 0.5 * (self.advantage / (beta * self.kl)) ** 2 if beta * self.kl > 0 else math.inf
 
     def beta_for(self, kl: float) -> float:
-        """The β that balances at `kl` nats per completion."""
+        """The β whose equilibrium is `kl` nats per completion."""
         return self.advantage / (self.kl * math.sqrt(2 * kl))
 
 
 def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Equilibrium of the KL term under the run's controller, the entropy bonus's share, the reward's scale."""
+    """The equilibrium KL under the run's controller, the share of the entropy bonus, and the scale of the rewards."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
@@ -80,7 +80,7 @@ def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _balance(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Balance | None:
-    """None where no KL term acts, or where nothing is known of the advantages' size."""
+    """Measure both weights; None if no KL term is active, or if the scale of the advantages is unknown."""
     if setup.run.reference is None or not setup.run.kl.penalizes or not first.peak_kl > 0:
         return None
     figures["advantage"] = typical_advantage(setup, first)
@@ -90,7 +90,7 @@ def _balance(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) 
     weight = _advantage_weight(setup)
     pull = kl_weight(setup, first, weight)
     if not (pull > 0 and weight > 0 and figures["advantage"] > 0):
-        return None  # a term that pulls nowhere, or away, is named by its own probe
+        return None  # another probe reports a KL term with a zero or wrong gradient
     figures |= {"advantage_weight": weight, "kl_weight": pull}
     return Balance(weight * figures["advantage"], pull, setup.completion_length)
 
@@ -98,7 +98,7 @@ def _balance(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) 
 def typical_advantage(setup: KeelSubject, first: FirstUpdate) -> float:
     """Root mean square of the advantages of all sampled groups whose rewards differ.
 
-    0 where none do and no division makes it 1.
+    Without such groups: 0, or 1 if advantages are divided by a standard deviation.
     """
     if not first.real_rewards:
         return float(scale_rewards(setup.run.loss) != "none")
@@ -106,7 +106,7 @@ def typical_advantage(setup: KeelSubject, first: FirstUpdate) -> float:
 
 
 def advantage_size(batch: StepBatch) -> float:
-    """Root mean square of a batch's advantages, without the groups whose rewards are all the same."""
+    """Root mean square of a batch's advantages, without groups of equal rewards."""
     rows = batch.rows
     assert rows.advantages is not None
     assert rows.rewards is not None
@@ -117,7 +117,7 @@ def advantage_size(batch: StepBatch) -> float:
 
 
 def _advantage_weight(setup: KeelSubject) -> float:
-    """−Σ ∂loss/∂logp for each unit of advantage: 1 under a mean over tokens or sequences."""
+    """−Σ ∂loss/∂logp per unit of advantage; 1 for a mean over tokens or sequences."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(setup, advantage).double()
@@ -125,7 +125,7 @@ def _advantage_weight(setup: KeelSubject) -> float:
 
 
 def kl_weight(setup: KeelSubject, first: FirstUpdate, advantage_weight: float) -> float:
-    """What a nat of KL weighs at β = 1: in reward and advantage as much as an advantage, in the loss by experiment."""
+    """The weight of a nat of KL for β = 1: that of an advantage in reward and advantage placement, else measured."""
     if setup.run.kl.placement == "loss":
         return measured_kl_weight(setup, first)
     divided = setup.run.kl.placement == "reward" and scale_rewards(setup.run.loss) != "none"
@@ -133,7 +133,7 @@ def kl_weight(setup: KeelSubject, first: FirstUpdate, advantage_weight: float) -
 
 
 def typical_spread(setup: KeelSubject) -> float:
-    """The median within-group std of the rewards that differ; 1 where none do."""
+    """The median standard deviation within groups whose rewards differ; 1 without such groups."""
     rows = setup.whole.batch.rows
     assert rows.rewards is not None
     assert rows.group is not None
@@ -142,9 +142,9 @@ def typical_spread(setup: KeelSubject) -> float:
 
 
 def measured_kl_weight(setup: KeelSubject, first: FirstUpdate) -> float:
-    """The KL term's pull back along a real update, over twice the KL there: 1 under a mean over tokens.
+    """The derivative of the KL term along a real update, divided by twice the KL there; 1 for a mean over tokens.
 
-    KL grows with the square of the distance, so that its derivative along the way is twice itself.
+    KL is quadratic in the distance, so its derivative along the path is twice its value.
     """
     optimizer = setup.run.optimizer
     start = backup(optimizer.parameters)
@@ -161,7 +161,7 @@ def measured_kl_weight(setup: KeelSubject, first: FirstUpdate) -> float:
 
 
 def _without_advantages(batch: StepBatch) -> StepBatch:
-    """The KL term alone, on the batch as the policy of this moment would have drawn it."""
+    """The batch with zero advantages, as if the current policy had sampled it."""
     assert batch.rows.advantages is not None
     still = torch.zeros_like(batch.rows.advantages)
     return batch.with_rows(advantages=still, old_logp=None, sample_logp=None, filtered_logp=None, stale=False)
@@ -170,7 +170,7 @@ def _without_advantages(batch: StepBatch) -> StepBatch:
 def steered(setup: KeelSubject, balance: Balance, most: float) -> tuple[list[float], list[float]]:
     """β and the equilibrium at every step, while the controller reads a KL of at most `most` nats per completion.
 
-    That is what it reads as long as the policy is held there, and it gives every controller leave to let go.
+    With such low readings, a controller lowers β as far as it can.
     """
     controller = setup.run.controller
     state, betas, levels = controller.init(), [], []
@@ -212,7 +212,7 @@ def _too_strong(
 
 
 def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Rewards far from a scale of 1 where nothing divides by it before they meet β or the entropy bonus."""
+    """Rewards far from a scale of 1 if nothing normalises them before they meet β or the entropy bonus."""
     rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
     assert rows.group is not None
@@ -252,7 +252,7 @@ def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
 
 
 def _after_division(setup: KeelSubject) -> dict[str, object]:
-    """The penalty in the loss, after the division, with an estimator that is right there."""
+    """The options for a penalty in the loss, after the normalisation, with a correct estimator."""
     tree = setup.config.to_dict()
     loss = {"loss.scale_rewards": "group"} if scale_rewards(setup.run.loss) == "none" else {}
     placed = {**tree, "kl": {**tree["kl"], "placement": "loss"}}
@@ -261,7 +261,10 @@ def _after_division(setup: KeelSubject) -> dict[str, object]:
 
 
 def least_typical(spreads: Tensor, chance: float) -> float:
-    """A bound that the median spread is below with less than that chance: of n groups all lie above it with 2⁻ⁿ."""
+    """A lower bound of the median spread that holds unless an event of less than this probability occurred.
+
+    All of n groups lie above the median with probability 2⁻ⁿ.
+    """
     ordered, count = spreads.sort().values, len(spreads)
     below = next((k for k in range(count) if sum(math.comb(count, i) for i in range(k + 1)) / 2**count > chance), 0)
     return float(ordered[below - 1]) if below else 0.0
@@ -270,7 +273,7 @@ def least_typical(spreads: Tensor, chance: float) -> float:
 def _entropy(
     setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """The bonus's gradient against the policy term's, as if the rewards of every group differed."""
+    """The norm of the entropy bonus's gradient over that of the policy term, as if every group's rewards differed."""
     coefficient = setup.run.loss.entropy_coef
     if coefficient == 0.0:
         return
@@ -284,7 +287,7 @@ def _entropy(
     policy = gradient_norm(loss_gradients(setup, batch.with_rows(kl_advantages=None), beta=0.0, entropy_coef=0.0)[0])
     if first.real_rewards:
         alive = float((~zero_variance(rows.rewards, rows.group)).double().mean())
-        if alive > 0:  # a batch that was cut holds the largest advantages
+        if alive > 0:  # a cut batch contains the groups with the largest advantages
             policy *= typical_advantage(setup, first) / advantage_size(batch) / alive
     if not policy > 0:
         return

@@ -1,4 +1,4 @@
-"""The limits of the ratio, where a batch is used several times: what is left of a token's push once it has moved."""
+"""The clip range of a batch that is used several times: the remaining gradient of tokens at ratios other than 1."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ from keel.doctor.thresholds import Thresholds
 from keel.losses import LossOptions
 
 CLIPS = ("epsilon", "epsilon_high", "delta")  # limits of the ratio
-GATES = {"sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}}  # soft ones, and the loss's own values
-CUT = 0.01  # of a token's push at ratio 1: what is left where a limit cuts
-FAR_RATIO, HUGE_RATIO = 1.0, 4.0  # nats of log-ratio that every clip range should cut, and every weight's limit bound
-LEAST_MOVE, OF_SEQUENCE = 1e-3, 1e-5  # nats that every update moves a token by, or the mean of a sequence
-RATIO_ROUNDING = 1e-4  # of a push: far over fp32's, far under what any ratio of e does
+# losses with soft limits and their default values
+GATES = {"sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}}
+CUT = 0.01  # share of the gradient at ratio 1 below which a token counts as clipped
+# log-ratios in nats that every clip range should clip, and that every limit of weights should bound
+FAR_RATIO, HUGE_RATIO = 1.0, 4.0
+# least change of log p in every update, in nats: of a token, and of the mean of a sequence
+LEAST_MOVE, OF_SEQUENCE = 1e-3, 1e-5
+RATIO_ROUNDING = 1e-4  # of a token's gradient: far above fp32 rounding, far below the effect of a ratio of e
 
 
 def clip_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """The gradient of tokens at ratios other than 1: of the configured loss, and of the same with its own limits.
+    """The gradient at ratios other than 1, for the configured loss and for the same loss with default limits.
 
-    −min(ρA, clip(ρ)A) cuts who has gone far enough the way of its advantage, and nobody else. One finding at most.
+    −min(ρA, clip(ρ)A) clips a token only if it has moved far enough in the direction of its advantage. At most one
+    finding.
     """
     run, config, limit = setup.run, setup.config.loss, thresholds["clipped_moved"]
     if run.loss.num_iterations * run.optim.minibatches == 1 and run.rollout.max_staleness == 0:
@@ -96,9 +100,9 @@ def clip_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
 
 
 def _of_sequences(setup: KeelSubject) -> bool:
-    """Whether others' moves cut a token that has not moved: the range is of sequences, whose ratios are nearer to 1.
+    """Whether the clip range applies to sequences: then other tokens' ratios clip a token whose own ratio is 1.
 
-    Completions of one token do not tell the two apart.
+    Completions of one token cannot distinguish the two.
     """
     ones, mask = torch.ones(len(setup.mask), device=setup.mask.device), setup.mask
     first = mask & (mask.cumsum(-1) == 1)
@@ -108,25 +112,25 @@ def _of_sequences(setup: KeelSubject) -> bool:
 
 
 def _gradients(setup: KeelSubject, loss: LossOptions, signs: Tensor, nats: float) -> tuple[Tensor, Tensor]:
-    """∂loss/∂logp `[N]` of tokens that have gone `nats` the way of their advantage, and of those at ratio 1."""
+    """∂loss/∂logp `[N]` of tokens that have moved `nats` in the direction of their advantage, and at ratio 1."""
     step = nats * signs[:, None].expand(setup.mask.shape)
     return tuple(loss_gradient(setup, signs, step=by, loss=loss)[setup.mask] for by in (step, 0.0))  # type: ignore[return-value]
 
 
 def _cut(setup: KeelSubject, loss: LossOptions, signs: Tensor, nats: float) -> float:
-    """The share of tokens that have next to no gradient left there."""
+    """The share of tokens with almost no gradient there."""
     moved, sampled = _gradients(setup, loss, signs, nats)
     return float((moved.abs() <= CUT * sampled.abs()).double().mean())
 
 
 def _pushed(setup: KeelSubject, loss: LossOptions, signs: Tensor) -> float:
-    """How much harder the median token is pushed at a huge ratio than at 1."""
+    """The gradient of the median token at a very large ratio over that at ratio 1."""
     moved, sampled = _gradients(setup, loss, signs, HUGE_RATIO)
     return float((moved / sampled).nan_to_num(0.0).median())
 
 
 def _is_blind(setup: KeelSubject, signs: Tensor) -> bool:
-    """Whether the push is the same at every ratio, to the rounding of a pass."""
+    """Whether the gradient is equal at every ratio, up to rounding."""
     pairs = [_gradients(setup, setup.run.loss, signs, by) for by in (FAR_RATIO, -FAR_RATIO, HUGE_RATIO, -HUGE_RATIO)]
     scale = float(pairs[0][1].abs().max())
     return scale > 0 and all(float((moved - sampled).abs().max()) <= RATIO_ROUNDING * scale for moved, sampled in pairs)

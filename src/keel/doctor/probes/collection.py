@@ -1,4 +1,4 @@
-"""Collection: does the model write anything that the task can read, and do the rewards tell completions apart?"""
+"""Collection: whether the task can parse the completions, and whether the rewards differ between them."""
 
 from __future__ import annotations
 
@@ -12,33 +12,31 @@ from keel.doctor.evidence import (
     SAME,
     at_least,
     between,
-    chance_above,
-    chance_below,
     chance_of_all_but,
     level,
     more_groups,
+    share_over,
 )
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.pairing import alignment_findings
 from keel.doctor.probes.episodes import episode_findings
-from keel.doctor.probes.fickle import fickle_findings
 from keel.doctor.probes.gold_likelihood import golds, read_golds
 from keel.doctor.probes.gold_rewards import gold_findings
 from keel.doctor.probes.idle import idle_findings
 from keel.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
-from keel.doctor.probes.misfit import foreign_findings, looping_findings, misfit_findings, random_findings
-from keel.doctor.probes.stops import in_whole_context, parsed_without_stop
-from keel.doctor.probes.unpaid import unpaid_findings
+from keel.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings, unpaid_findings
+from keel.doctor.probes.rejudged import rejudged_findings
+from keel.doctor.probes.truncation import parsed_without_stop
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 
-# Where no more can be sampled, none of so many is a warning, with its chance, though no proof.
+# If no more can be sampled, none out of so many is a warning with its p-value.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
 
 def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Parse rate, end rate, entropy against uniform, spread and cliffs of the rewards, on one batch."""
+    """Parse rate, end rate, entropy relative to uniform, spread and cliffs of the rewards, on one batch."""
     rewards = [reward for group in setup.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
     ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
@@ -58,23 +56,22 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
     alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
-    unpaid = [*unpaid_findings(setup, judged, thresholds)]  # judgements are counted: gold answers come first
-    noise = [*random_findings(figures, setup.vocabulary, thresholds)] or [*looping_findings(setup, thresholds)]
+    unpaid = [*unpaid_findings(setup, earned, thresholds)]  # judgements are counted: gold answers come first
     findings = [
         *_failed(setup),
-        *noise,
+        *random_findings(figures, setup.vocabulary, thresholds),
         *misfit_findings(setup, figures, thresholds),
         *unpaid,
         *alignment,
         *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
         *of_gold,
         *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
-        *_truncated(setup, thresholds, explained=bool(noise)),
+        *_truncated(setup, thresholds),
         *episode_findings(setup, thresholds),
         *(() if any(found.code == "reward/exploit" for found in of_gold) else idle_findings(setup, thresholds)),
         *_unparseable(setup, thresholds),
         *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged), thresholds),
-        *fickle_findings(setup, thresholds),
+        *rejudged_findings(setup, thresholds),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -90,7 +87,7 @@ def _examples(groups: Sequence[Group]) -> list[tuple[Completion, Reward]]:
 
 
 def _entropy(setup: KeelSubject) -> float:
-    """Mean entropy in nats per token at temperature 1: a high temperature is no sign of random weights."""
+    """Mean entropy in nats per token at temperature 1, so that a high temperature does not look like random weights."""
     total, count = 0.0, 0
     for _, logits in setup.each_logits():
         logp = logits.log_softmax(-1)
@@ -99,7 +96,7 @@ def _entropy(setup: KeelSubject) -> float:
 
 
 def _failed(setup: KeelSubject) -> Iterator[Finding]:
-    """Calls of rewards that gave none: on what was written, or on the gold answers of other problems."""
+    """Reward calls that failed, on completions or on gold answers of other problems."""
     golds: list[RewardFailure] = setup.shared.get("failed golds", [])
     if not setup.failures and not golds:
         return
@@ -112,65 +109,65 @@ def _failed(setup: KeelSubject) -> Iterator[Finding]:
             "reward/non-finite",
             f"{count} got no finite reward; the first: {first}",
             "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
-            "mend the reward function; reward.on_error would only hide it",
+            "fix the reward function; reward.on_error would only hide it",
         )
         return
     yield finding(
         "reward/failed",
         f"{count} could not be judged; the first: {first}",
         f"the reward {first.function} raises, returns something that is no number, or does not return",
-        "mend the reward function, or raise reward.timeout_s if it is slow",
+        "fix the reward function, or raise reward.timeout_s if it is slow",
     )
 
 
+_LESS = "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps"
+
+
 def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Nearly everything earns one negative value whose size rivals what a right answer earns, or one dwarfs it."""
+    """A reward cliff: most completions earn a negative reward as large as a right answer's, or some a larger one."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
-    if gold and max(gold) <= min(totals) + SAME:  # a right answer earns no more: that is no cliff
-        return
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
+    # no cliff if a right answer earns no more
+    if lowest >= 0 or (gold and max(gold) <= lowest + SAME) or -lowest < thresholds["reward_cliff_penalty"] * scale:
+        return
     deep = -lowest >= thresholds["reward_cliff_depth"] * scale
+
+    def at_the_bottom(group: Group) -> float:
+        return fmean(reward.total <= lowest + SAME for reward in group.rewards)
+
     steep = best > 0 and -lowest >= thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
-    if lowest >= 0 or not (deep or -lowest >= thresholds["reward_cliff_penalty"] * scale):
+    mostly = "reward_cliff_share", "cliff_parsed"
+    alarm, usual = (thresholds[name] for name in (("healthy_solved",) * 2 if steep else mostly))
+    enough = 1.0 if deep else level(thresholds)  # one completion is enough for a very large penalty
+    sampled = share_over(setup, "reward/cliff", at_the_bottom, alarm - SAME, usual, enough)
+    if not deep and not sampled.sure:
         return
-
-    def at_the_bottom(groups: Sequence[Group]) -> list[float]:
-        return [fmean(reward.total <= lowest + SAME for reward in group.rewards) for group in groups]
-
-    def wide(groups: Sequence[Group], *, rare: bool) -> bool:
-        """Whether enough completions lie there, and not by chance; of a steep cliff it need not be most."""
-        shares = at_the_bottom(groups)
-        least, usual = ("healthy_solved", "healthy_solved") if rare else ("reward_cliff_share", "cliff_parsed")
-        return fmean(shares) >= thresholds[least] and chance_above(shares, thresholds[usual]) <= level(thresholds)
-
-    def doubtful(groups: Sequence[Group]) -> bool:
-        return fmean(at_the_bottom(groups)) >= thresholds[least] and not wide(groups, rare=steep)
-
-    least = "healthy_solved" if steep else "reward_cliff_share"
-    groups = setup.groups if deep else more_groups(setup, "reward/cliff", doubtful)
-    if not deep and not wide(groups, rare=steep):
-        return
-    fails = fmean(not r.parsed for group in groups for r in group.rewards if r.total <= lowest + SAME)
+    fails = fmean(not r.parsed for group in sampled.groups for r in group.rewards if r.total <= lowest + SAME)
     yield finding(
         "reward/cliff",
-        f"{between(at_the_bottom(groups))} of the completions of {len(groups)} groups earn {lowest:g} "
+        f"{between(sampled.shares)} of the completions of {len(sampled.groups)} groups earn {lowest:g} "
         f"({100 * fails:.0f} % of those do not parse), a right answer {best:g}",
         "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
         "are lost in rounding"
         if deep
-        else f"failing costs {-lowest / best:.2g} times what success earns: trying pays only for who is right in "
-        f"{100 * -lowest / (best - lowest):.0f} % of the cases, so that what is learned is to avoid it"
+        else f"failing costs {-lowest / best:.2g} times what success earns, so that trying pays only for who is mostly "
+        "right"
         if steep
         else "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
-        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; "
-        "reward.warmup_steps eases it in",
-        severity=None if deep or wide(groups, rare=False) else "warning",
+        f"{_LESS}; reward.warmup_steps eases it in",
+        severity=None if deep or sampled.mean >= thresholds["reward_cliff_share"] else "warning",
     )
 
 
+def _drops(lowest: float, totals: Sequence[float]) -> bool:
+    """Whether the lowest reward is further below the others than they differ among themselves."""
+    others = [total for total in totals if total > lowest + SAME]
+    return bool(others) and min(others) - lowest > max(others) - min(others)
+
+
 def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """No completion lies there, and yet an empty one would earn what dwarfs all that a right answer can."""
+    """No completion is at the cliff, but an empty one would earn a penalty far beyond a right answer's reward."""
     if not judged or setup.config.reward.aggregate != "sum":
         return
     empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
@@ -178,118 +175,77 @@ def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thres
     span = best - min((total for row in judged for total in row.others), default=best)
     if best <= SAME * abs(empty) or -empty < thresholds["reward_cliff_depth"] * max(best, span):
         return
-    if min(totals, default=0.0) <= empty:
-        return
-    yield finding(
-        "reward/cliff",
-        f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, and "
-        f"no completion of {len(totals)} as little",
-        "failing costs far more than success earns: the first completion that cannot be read rules the update, and "
-        "differences among the rest are lost beside it",
-        "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps; nothing, if no completion "
-        "can be empty",
-        severity="warning",
-    )
+    if min(totals, default=0.0) > empty:
+        yield finding(
+            "reward/cliff",
+            f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, "
+            f"and no completion of {len(totals)} as little",
+            "the first completion that cannot be read rules the update, and differences among the rest are lost beside "
+            "it",
+            f"{_LESS}; nothing, if no completion can be empty",
+            severity="warning",
+        )
 
 
-def _drops(lowest: float, totals: Sequence[float]) -> bool:
-    """Whether the lowest reward lies far below all others, by more than they differ among themselves."""
-    others = [total for total in totals if total > lowest + SAME]
-    return bool(others) and min(others) - lowest > max(others) - min(others)
+def _truncated(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+    def cut(group: Group) -> float:
+        return fmean(completion.stop_reason == "length" for completion in group.completions)
 
-
-def _truncated(setup: KeelSubject, thresholds: Thresholds, *, explained: bool) -> Iterator[Finding]:
-    """Completions that were cut; where they cannot be read, and nothing explains it, in the whole context, too."""
-
-    def cut(groups: Sequence[Group]) -> list[float]:
-        return [fmean(c.stop_reason == "length" for c in group.completions) for group in groups]
-
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(cut(groups), thresholds["healthy_truncated"]) > level(thresholds)
-
-    alarm = thresholds["truncated_completions"]
-    groups = more_groups(setup, "output/truncated", lambda groups: fmean(cut(groups)) > alarm and by_chance(groups))
-    shares = cut(groups)
-    share = fmean(shares)
-    if share <= alarm or chance_above(shares, thresholds["healthy_truncated"]) > level(thresholds):
+    alarm, usual = thresholds["truncated_completions"], thresholds["healthy_truncated"]
+    sampled = share_over(setup, "output/truncated", cut, alarm, usual, level(thresholds))
+    if not sampled.sure:
         return
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
     a_turn = "" if turn is None else f", or a turn at max_turn_length={turn}"
-    unread = fmean(reward.parsed for group in groups for reward in group.rewards) < thresholds["parse_rate"]
-    shares_in_context = in_whole_context(setup) if unread and not explained else None
-    read, ended = shares_in_context or (1.0, 1.0)
-    in_vain, endless = read <= thresholds["parse_rate"], max(read, ended) <= thresholds["parse_rate"]
-    beyond = "; with all the room that the context has " + (
-        "hardly one ends or can be read" if endless else f"{ended:.0%} end, and {read:.0%} can be read"
-    )
     yield finding(
         "output/truncated",
-        f"{between(shares)} of the completions of {len(shares)} problems were cut at max_completion_length={limit}"
-        f"{a_turn}{_mislabelled(setup)}{beyond if in_vain else ''}",
-        "the model goes on without end, whatever the limit is"
-        if endless
-        else "the limit is short, but not what makes completions unreadable: the model writes something else"
-        if in_vain
-        else "the limit is too short for the answers, or the model never writes its end token",
+        f"{between(sampled.shares)} of the completions of {len(sampled.shares)} problems were cut at "
+        f"max_completion_length={limit}{a_turn}",
+        "the limit is too short for the answers, or the model never writes its end token",
         either(
-            "" if in_vain else times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
+            times(setup.config.to_dict(), "rollout.max_completion_length", 2, "twice"),
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),
-        severity="error" if share > thresholds["truncated_completions_error"] and not in_vain else "warning",
-        share=share,
+        severity="error" if sampled.mean > thresholds["truncated_completions_error"] else "warning",
+        share=sampled.mean,
     )
-
-
-def _mislabelled(setup: KeelSubject) -> str:
-    """Completions that the engine calls cut although they end with an end token."""
-    ends = set(setup.policy.eos_ids)
-    cut = [c for c in setup.batch.completions if c.stop_reason == "length"]
-    wrong = sum(bool(c.tokens) and c.tokens[-1] in ends for c in cut)
-    return f"; {wrong} of {len(cut)} end with an end token all the same" if wrong else ""
 
 
 def _unparseable(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    def parsed(groups: Sequence[Group]) -> list[float]:
-        return [fmean(reward.parsed for reward in group.rewards) for group in groups]
+    def unread(group: Group) -> float:
+        return fmean(not reward.parsed for reward in group.rewards)
 
-    healthy = thresholds["healthy_parsed"]
-
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_below(parsed(groups), healthy) > level(thresholds)
-
-    alarm = thresholds["parse_rate_warning"]
-    groups = more_groups(
-        setup, "output/unparseable", lambda groups: fmean(parsed(groups)) < alarm and by_chance(groups)
-    )
-    rate, completions = fmean(parsed(groups)), sum(len(group.rewards) for group in groups)
-    in_doubt = by_chance(groups)
-    if rate >= alarm or (in_doubt and not (rate == 0 and completions >= _NONE_OF_COMPLETIONS)):
+    healthy, alarm = thresholds["healthy_parsed"], 1 - thresholds["parse_rate_warning"]
+    sampled = share_over(setup, "output/unparseable", unread, alarm, 1 - healthy, level(thresholds))
+    groups, completions = sampled.groups, sum(len(group.rewards) for group in sampled.groups)
+    if not sampled.sure and not (sampled.mean == 1 and completions >= _NONE_OF_COMPLETIONS):
         return
     unstopped = parsed_without_stop(setup, thresholds)
     yield finding(
         "output/unparseable",
         f"none of {completions} completions of {len(groups)} problems has a form that the task can read (a chance of "
-        f"{chance_below(parsed(groups), healthy):.1g} where {100 * healthy:.0f} % have)"
-        if in_doubt
-        else f"{between(parsed(groups))} of the completions of {len(groups)} problems have a form that the task can "
-        f"read{'' if unstopped is None else f', and {100 * unstopped:.0f} % without rollout.stop'}",
+        f"{sampled.chance:.1g} where {100 * healthy:.0f} % have)"
+        if sampled.in_doubt
+        else f"{between([1 - share for share in sampled.shares])} of the completions of {len(groups)} problems have a "
+        "form that the task can read"
+        + ("" if unstopped is None else f", and {100 * unstopped:.0f} % without rollout.stop"),
         "the model does not know the form that is asked for"
         if unstopped is None
         else f"one of rollout.stop={list(setup.sampling.stop)} stands in what is to be read and cuts it off",
         "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself"
         if unstopped is None
         else propose("{}, or stop texts that come after an answer or a call", {"rollout.stop": []}),
-        severity="error" if rate < thresholds["parse_rate"] and not in_doubt else "warning",
-        share=1 - rate,
+        severity="error" if 1 - sampled.mean < thresholds["parse_rate"] and sampled.sure else "warning",
+        share=sampled.mean,
     )
 
 
 def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Thresholds) -> Iterator[Finding]:
-    """Groups without spread, or with next to none; further ones are sampled until it is no chance.
+    """Groups with no or very little spread. Further groups are sampled until chance is excluded.
 
-    Chance is ruled out where rewards that differ from their group's usual one `healthy_solved` of the time would make
-    so few groups differ: small groups are often alike by chance, large ones are not.
+    The null hypothesis: a completion's reward differs from its group's usual one with probability `healthy_solved`.
+    Small groups are often equal by chance, large ones are not.
     """
     rare = thresholds["healthy_solved"]
     smallest = max(thresholds["reward_spread"] * scale, SAME)

@@ -1,4 +1,4 @@
-"""The controller of β: a coefficient at every step, a target within reach, and a course that fits the run."""
+"""The controller of β: a valid coefficient at every step, a reachable target, and a suitable course over the run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.kl.controllers import UNITS, RuleController, controller_from_options
 
-LEVELS = (1e-4, 0.05, 10.0)  # measured KL that a controller is tried on: nothing, a usual one, an explosion
+LEVELS = (1e-4, 0.05, 10.0)  # measured KL to test with: almost none, a usual one, a KL explosion
 UPDATES = 200
-FEW_UPDATES = 20  # a tenth of those: a schedule that ends takes longer
-SCHEDULES = ("warmup", "linear", "cosine")  # Keel's own, which end where they were told to
+FEW_UPDATES = 20  # least duration of a schedule, in updates: a tenth of UPDATES
+SCHEDULES = ("warmup", "linear", "cosine")  # Keel's schedules, which end at a configured step
 PER_TOKEN = 0.05  # nats: the usual target of a controller
-WAVE, HALF_WAVE = 1.25, 5  # times the target and below it, as a step's KL scatters, for so many steps each
-MANY_FOLD, FELT = 100.0, 0.1  # times the β it starts from, by scatter alone, and a β that recipes do not go beyond
-TIMES_MORE = 10.0  # than was asked for, whatever the KL
-FAR_OVER = 10.0  # times the target, for the whole run
-IDLE = 0.005  # of β: a controller that moves it by less in a whole run does not steer
+WAVE, HALF_WAVE = 1.25, 5  # a simulated KL above and below its target by this factor, alternating after this many steps
+MANY_FOLD, FELT = 100.0, 0.1  # growth of β from noise in the KL alone, and the largest β in recipes
+TIMES_MORE = 10.0  # factor over the configured β, whatever the KL
+FAR_OVER = 10.0  # factor over the target during the whole run
+IDLE = 0.005  # relative change of β over a run below which a controller has no effect
 MOST_STEPS = 2_000
 
 
 def controller_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
-    """What is plainly no coefficient first; then targets, and what the controller does over the run's own steps."""
+    """Report invalid coefficients first, then unreachable targets, then β over the run's steps."""
     return (
         [*steered(setup, figures, thresholds)]
         or [*_targets(setup, thresholds)]
@@ -36,24 +36,24 @@ def controller_findings(setup: KeelSubject, figures: dict[str, float], threshold
 
 
 def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """β from the start and after every update on KL that stays small, usual or huge, with steps that measured none."""
+    """β at the start and after every update, for a small, usual and very large KL, and for steps without one."""
     name, configured = setup.config.kl.controller.name, setup.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
-    mend = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
+    fix = "return a state whose beta is finite, 0 or more, and bounded (keel.kl.controllers.RuleController has bounds)"
     try:
         controller = setup.run.controller
         unit, start = controller.unit, float(controller.init().beta)
         series = {level: _betas(setup, level) for level in LEVELS}
-    except Exception as error:  # a controller of one's own may raise anything
+    except Exception as error:  # a user's controller may raise anything
         why = f"{type(error).__name__}: {first_line(error)}"
-        yield finding("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", mend)
+        yield finding("kl/controller", f"kl.controller={name} raises {why}", "the controller is broken", fix)
         return
     every = [start, *(beta for betas in series.values() for beta in betas)]
     figures |= {"beta_start": start, "beta_most": max(every)}
     limit = max(thresholds["controller_beta"], 10 * configured)
     acting = [max((i + 1 for i, beta in enumerate(betas) if beta > 0), default=0) for betas in series.values()]
     wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
-    growing = max(limit, start)  # one that is there from the start was set, and the balance weighs it
+    growing = max(limit, start)  # a large initial β is configured, and the balance probe judges it
     high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > growing), None)
     if unit not in UNITS:
         evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
@@ -61,10 +61,10 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
     elif not (math.isfinite(start) and start >= 0) or wrong is not None:
         where = f"β = {start:g} at the start" if wrong is None or not start >= 0 else _at(*wrong)
         cause = "a coefficient below 0 rewards distance from the reference, one that is no number breaks the loss"
-        yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, mend)
+        yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, fix)
     elif high is not None:
         cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
-        yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, mend)
+        yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, fix)
     elif configured > 0 and min(every) > TIMES_MORE * configured and _follows(setup, start):
         yield finding(
             "kl/controller",
@@ -79,7 +79,7 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
             "kl/controller",
             f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
             f"kl.beta={configured:g} never acts",
-            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
+            propose("fix the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
     elif start > 0 and max(acting) < min(FEW_UPDATES, setup.config.run.max_steps // (20 if name in SCHEDULES else 2)):
@@ -88,13 +88,13 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
             f"kl.controller={name} gives β = {start:g} at the start and 0 from update {max(acting) + 1} on, at a KL of "
             f"{max(LEVELS):g} as well, up to {UPDATES} updates",
             f"the penalty falls silent when it begins to be needed: kl.beta={configured:g} hardly acts",
-            propose("mend the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
+            propose("fix the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
 
 
 def _follows(setup: KeelSubject, start: float) -> bool:
-    """Whether a β of twice the size begins at twice the size: a floor of one's own does not."""
+    """Whether doubling kl.beta doubles the initial β. A controller with its own lower bound does not do that."""
     twice = setup.config.kl.model_copy(update={"beta": 2 * setup.config.kl.beta})
     return math.isclose(
         float(controller_from_options(twice, setup.config.episodes_per_step).init().beta), 2 * start, rel_tol=0.01
@@ -106,7 +106,7 @@ def _at(level: float, update: int, beta: float) -> str:
 
 
 def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """A target beyond any useful KL never raises β; one below what can be seen raises it before anything is learned."""
+    """A target that is too high never raises β; one that is too low raises it before anything is learned."""
     options, controller = setup.config.kl.controller, setup.run.controller
     target = (options.model_extra or {}).get("target")
     if not isinstance(target, int | float) or not setup.config.kl.adapts_beta:
@@ -133,7 +133,7 @@ def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         "the target is in another unit than the controller's, or mistyped: "
         + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
         propose("set {}", {"kl.controller.target": usual}),
-        severity="warning" if lax else None,  # a β that only rises rules the update in the end
+        severity="warning" if lax else None,  # a β that only rises dominates the update in the end
     )
 
 
@@ -148,10 +148,10 @@ def _betas(setup: KeelSubject, level: float) -> list[float]:
 
 
 def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A β that does not arrive within the run's steps, that a step's scatter throws about, or that never moves."""
+    """A β that does not reach its target within the run, that follows single steps' noise, or that never changes."""
     kl, controller = setup.config.kl, setup.run.controller
     steps = min(setup.config.run.max_steps, MOST_STEPS)
-    if steps < FEW_UPDATES:  # a trial run: nothing arrives in a few steps
+    if steps < FEW_UPDATES:  # a trial run is too short to judge
         return
     target = (kl.controller.model_extra or {}).get("target")
     start, name = float(controller.init().base), f"kl.controller={kl.controller.name}"
@@ -191,13 +191,13 @@ def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thre
 
 
 def controller_bound(setup: KeelSubject) -> float:
-    """The largest β that it may give, where it says so."""
+    """The controller's upper bound of β, if it has one."""
     controller = setup.run.controller
     return float(controller.bounds[1]) if isinstance(controller, RuleController) else math.inf
 
 
 def _course(setup: KeelSubject, levels: list[float]) -> Iterator[float]:
-    """β at every step of a run whose measured KL goes through `levels` again and again."""
+    """β at every step of a run whose measured KL repeats `levels`."""
     controller, every = setup.run.controller, max(1, setup.config.kl.measure_every)
     state, step = controller.init(), 0
     while True:

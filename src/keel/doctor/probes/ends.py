@@ -1,4 +1,4 @@
-"""One turn of the engine: all of it sampled and trained, and its end token the last one."""
+"""Turns of the engine: all sampled tokens are trained, and the end token is the last one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from keel.doctor.thresholds import Thresholds
 
 
 def end_findings(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
-    """What an engine returns for one request is one turn; the environment's replies come between turns, never in one.
+    """One answer of the engine must be one turn. Replies of the environment come between turns, never inside.
 
-    An engine that runs tools by itself has text in its turns that is no action and that the policy would not write.
+    An engine that runs tools itself has text in its turns that is not an action and that the policy would not write.
     """
     groups = _turns(setup)
     findings = [*_ends(setup, groups)] or [*_left_out(setup, groups, thresholds)]
@@ -25,7 +25,7 @@ def end_findings(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
 
 
 def _turns(setup: KeelSubject) -> Sequence[Group]:
-    """The turns of the batch as the engine gave them, each after its own context."""
+    """The batch's turns as the engine returned them, each after its context."""
     if setup.config.rollout.max_turns == 1:
         return setup.sampled
     problems = {group.problem.key: group.problem for group in setup.groups}
@@ -72,7 +72,7 @@ def _after_the_end(turn: Completion, ends: set[int]) -> int:
 
 
 def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
-    """Tokens of a turn that are no actions although they look drawn from the policy."""
+    """Tokens of a turn that are not marked as actions although the policy is likely to have drawn them."""
     missing = sum(not action for group in groups for turn in group.completions for action in turn.action)
     if not missing:
         return
@@ -93,5 +93,5 @@ def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Threshold
 
 
 def _reversed(turn: Completion) -> Completion:
-    """Its other tokens as the actions."""
+    """The turn with the action mask inverted."""
     return replace(turn, action=tuple(not action for action in turn.action))

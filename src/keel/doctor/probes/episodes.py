@@ -1,4 +1,4 @@
-"""Episodes of several turns: what the environment answers, whether that is the model's own result, and how they end."""
+"""Episodes of several turns: whether replies belong to the model's calls, and how episodes end."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from typing import Any
 from keel.base.types import Group
 from keel.doctor.advice import either, times
 from keel.doctor.calls import call_findings
-from keel.doctor.evidence import LOOKS, at_most, between, chance_above, level, more_groups
+from keel.doctor.evidence import LOOKS, at_most, between, chance_above, level, more_groups, share_over
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.replies import answers, first_turn, is_useless, replies
 from keel.doctor.thresholds import Thresholds
 
-REPLAYED, SECONDS = 16, 5.0  # single turns that are played again to see whether they end, and for how long
-BEYOND = 3  # times rollout.max_turns that an episode is gone on with
+BEYOND = 3  # multiple of rollout.max_turns for which an episode is continued
+# single turns that are replayed to see whether the episode ends, and the time limit in seconds
+REPLAYED, SECONDS = 16, 5.0
 
 
 def episode_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Nothing is said of tasks of one turn, nor where an environment raises: a failed reward says so."""
+    """Nothing is reported for single-turn tasks, or if the environment raises, which counts as a failed reward."""
     if not setup.run.task.multi_turn or setup.failures:
         return
     yield from [*call_findings(setup, thresholds)] or _failing(setup, thresholds)
     yield from _unfinished(setup, thresholds)
 
 
-# ------------------------------------------------------------------------ what tools answer
+# ------------------------------------------------------------------------ tool results
 
 
 def _useless(group: Group, tokenizer: Any, turn: int) -> float | None:
-    """The share of a group's replies from which nothing is learned; None where there was none.
+    """The share of a group's replies without information; None if there are no replies.
 
-    To a first turn that was cut at its limit no tool has a better answer.
+    Turns that were cut at their limit are skipped, since no tool can answer them better.
     """
-    shares: list[tuple[float, float]] = []  # replies, and how many of them are useless
+    shares: list[tuple[float, float]] = []  # replies per episode, and how many are useless
     for completion in (c for c in group.completions if False in c.action[:turn] or len(c.action) < turn):
         counts, texts = completion.counts, replies(completion, tokenizer)
         wrong = sum(map(is_useless, texts))
@@ -50,9 +51,9 @@ def _useless(group: Group, tokenizer: Any, turn: int) -> float | None:
 
 
 def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Most replies are errors or nothing, beyond chance over `tool_errors`; a problem is one observation.
+    """Most replies are errors or empty, significantly above `tool_errors`; a problem is one observation.
 
-    Where some are, the test goes on until it is known on which side of the limit their share is.
+    If some are, groups are sampled until the share is significantly above or below the limit.
     """
     tokenizer, limit = setup.policy.tokenizer, thresholds["tool_errors"]
     turn = setup.config.rollout.max_turn_length or setup.config.rollout.max_completion_length
@@ -62,7 +63,8 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         return [share for share in shares if share is not None]
 
     def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)  # single ones are one look more
+        # single completions are one more look
+        return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)
 
     def over(groups: Sequence[Group]) -> bool:
         return fmean(useless(groups) or [0.0]) > limit
@@ -86,19 +88,20 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         "the tool fails, or returns nothing, whatever it is asked"
         if alike
         else "the tool fails, or the model's calls are not what it takes",
-        "mend the tool: it should return a text for every argument that its types allow; where it is the calls, a "
+        "fix the tool: it should return a text for every argument that its types allow; where it is the calls, a "
         "warmstart section on gold episodes",
         severity="error" if fmean(useless(groups)) > thresholds["tool_errors_error"] else "warning",
     )
 
 
-# ------------------------------------------------------------------------ how they end
+# ------------------------------------------------------------------------ endings
 
 
 def unfinished(setup: KeelSubject, group: Group) -> list[bool]:
-    """Which episodes had more to do after their last turn, of the first ones; [] where that is not known.
+    """Which of the first episodes had more to do after their last turn; [] if that is unknown.
 
-    Of a single turn, whether it would have been answered: one of a problem is played again, of REPLAYED problems.
+    For single turns: whether the environment would have replied. One episode of a problem is replayed, for up to
+    REPLAYED problems.
     """
     if setup.config.rollout.max_turns > 1 or not setup.run.task.multi_turn:
         return [completion.stop_reason == "turns" for completion in group.completions]
@@ -114,54 +117,43 @@ def unfinished(setup: KeelSubject, group: Group) -> list[bool]:
 
 
 def _unfinished(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Episodes that the last turn ends, not they themselves: nearly all, and beyond chance over `healthy_truncated`.
+    """Nearly all episodes end at the turn limit and not by themselves, significantly above `healthy_truncated`.
 
-    A game of so many turns is judged as it stands then, and is none of them: it listens to what is said.
+    Games with a fixed number of turns are judged at that point and do not count.
     """
     alarm, healthy = thresholds["truncated_completions_error"], thresholds["healthy_truncated"]
 
-    def shares(groups: Sequence[Group]) -> list[float]:
-        return [fmean(ended) for group in groups if (ended := unfinished(setup, group))] or [0.0]
+    def share(group: Group) -> float | None:
+        return fmean(ended) if (ended := unfinished(setup, group)) else None
 
-    def doubtful(groups: Sequence[Group]) -> bool:
-        return fmean(shares(groups)) > alarm and chance_above(shares(groups), healthy) > level(thresholds)
-
-    groups = more_groups(setup, "output/truncated", doubtful)
-    if fmean(shares(groups)) <= alarm or doubtful(groups):
+    sampled = share_over(setup, "output/truncated", share, alarm, healthy, level(thresholds))
+    if not sampled.sure:
         return
-    rows = [pair for group in groups for pair in zip(unfinished(setup, group), group.rewards, strict=False)]
+    rows = [pair for group in sampled.groups for pair in zip(unfinished(setup, group), group.rewards, strict=False)]
     judged = fmean(reward.parsed for open_ended, reward in rows if open_ended)
-    deaf = _is_deaf(setup)
-    if judged > thresholds["parse_rate_warning"] and not deaf:
+    if judged > thresholds["parse_rate_warning"] and not _goes_on(setup):
         return
     turns = setup.config.rollout.max_turns
     yield finding(
         "output/truncated",
-        f"{between(shares(groups))} of the episodes of {len(shares(groups))} problems had more to do after their last "
-        f"turn (rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be read"
-        + (
-            f"; the environment says the same to whatever it is told, and does not end in {BEYOND * turns} turns" * deaf
+        f"{between(sampled.shares)} of the episodes of {len(sampled.shares)} problems had more to do after their last "
+        f"turn (rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be read",
+        "the turns are used up before an answer is given, or the environment never ends an episode",
+        either(
+            times(setup.config.to_dict(), "rollout.max_turns", 3, "three times"),
+            "answer within them, and let Episode.step return None where the episode is over",
         ),
-        "the environment never ends an episode: it goes on asking until the turns are used up"
-        if deaf
-        else "the turns are used up before an answer is given",
-        "let Episode.step return None where the episode is over"
-        if deaf
-        else either(times(setup.config.to_dict(), "rollout.max_turns", 3, "three times"), "answer within them"),
-        share=fmean(shares(groups)),
+        share=sampled.mean,
     )
 
 
-def _is_deaf(setup: KeelSubject) -> bool:
-    """Whether the environment goes on far beyond the turns of the run and replies the same, whatever is said."""
-    task, turns = setup.run.task, BEYOND * setup.config.rollout.max_turns
-    try:
-        for group in setup.groups[:2]:
-            said = [completion.text.splitlines()[-1:] for completion in group.completions[:2]]
-            texts = [task.gold(group.problem), "", *(line for lines in said for line in lines)]
-            heard = [answers(task, group.problem, [text] * turns) for text in texts]
-            if any(answers[-1] is None or answers != heard[0] for answers in heard):
+def _goes_on(setup: KeelSubject) -> bool:
+    """Whether the environment gives equal replies to gold and to empty answers, far beyond the run's turn limit."""
+    turns = BEYOND * setup.config.rollout.max_turns
+    with suppress(Exception):  # a user's environment may raise anything
+        for problem in (group.problem for group in setup.groups[:2]):
+            gold, nothing = (answers(setup.run.task, problem, [t] * turns) for t in (setup.run.task.gold(problem), ""))
+            if gold[-1] is None or gold != nothing:
                 return False
-    except Exception:  # a user's environment may raise anything
-        return False
-    return True
+        return True
+    return False

@@ -1,4 +1,4 @@
-"""Which distribution tokens were drawn from, where it is not the policy's."""
+"""The distribution that tokens were drawn from, if it is not the policy's."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from keel.doctor.probes.alternatives import Alternative, alternatives, applied
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
-_TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # that go with a filter
-_OTHERS = 2  # other ways to draw that are tried
-_PRICE = 5.0  # nats: what a further parameter has to be worth
-_TRIED, _ELEMENTS = 2000, 20_000_000  # tokens, and tokens × vocabulary, that explanations are tried on
+_TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # temperatures that are combined with a filter
+_OTHERS = 2  # number of other alternatives that are tried
+_PRICE = 5.0  # nats of log-likelihood that each further parameter must gain
+_TRIED, _ELEMENTS = 2000, 20_000_000  # limits on tokens, and on tokens × vocabulary, for testing explanations
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A way to draw that was tried: how likely it makes the tokens, and with what chance they are its own."""
+    """One tested distribution: the log-likelihood of the tokens under it, and its p-value."""
 
     code: str
     name: str
     cause: str
-    logp: float  # of all tokens, in nats
+    logp: float  # log-likelihood of all tokens, in nats
     drawn: Draws
     params: SamplingParams
 
@@ -47,7 +47,7 @@ class Explanation:
         return chance_of(self.drawn, self.params)
 
     def explains(self, thresholds: Thresholds, ends: Iterable[int]) -> bool:
-        """Whether the tokens let it stand, and so leave nothing for another way to draw."""
+        """Whether the tokens are consistent with this distribution, so that no other one is needed."""
         if self.chance <= thresholds["sampler_explained"]:
             return False
         left = replace(self.drawn, logits=self.drawn.distribution(self.params))
@@ -55,23 +55,23 @@ class Explanation:
 
 
 def _explanation(code: str, name: str, cause: str, drawn: Draws, params: SamplingParams, free: int = 1) -> Explanation:
-    """One explanation; a parameter that is `free` beyond the first has to be worth its price."""
+    """Test one explanation. Each further `free` parameter must improve the likelihood by `_PRICE`."""
     logp = -_unlikelihood(drawn, params) - _PRICE * (free - 1)
     return Explanation(code, name, cause, logp, drawn, params)
 
 
 def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Alternative]) -> Iterator[Explanation]:
     plain = unfiltered(sampling)
-    told = "the engine samples otherwise than it is told, so that the samples are not the policy's"
+    cause = "the engine samples otherwise than it is configured to, so that the samples are not the policy's"
     fitted = best_temperature(plain, lambda params: _unlikelihood(more, params))
     warm = replace(plain, temperature=fitted)
-    yield _explanation("sampler/temperature", f"temperature {fitted:.3g}", told, more, warm)
+    yield _explanation("sampler/temperature", f"temperature {fitted:.3g}", cause, more, warm)
     for name, params in (*filters(plain), *tightest(more, plain)):
-        yield _explanation("sampler/filter", name, told, more, params)
+        yield _explanation("sampler/filter", name, cause, more, params)
     for temperature in _TEMPERATURES:
         for name, params in tightest(more, replace(plain, temperature=temperature)):
             both = f"temperature {temperature:g} with {name}"
-            yield _explanation("sampler/filter", both, told, more, params, free=2)
+            yield _explanation("sampler/filter", both, cause, more, params, free=2)
     kinds = {other.name.partition(" of ")[0].partition(" (")[0]: other for other in reversed(others)}
     for other in sorted(kinds.values(), key=lambda other: -other.gain)[:_OTHERS]:
         yield _explanation("sampler/filter", other.name, other.cause, applied(more, other, plain), plain)
@@ -80,7 +80,7 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
 def drawn_finding(
     more: Draws, setup: KeelSubject, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
 ) -> Finding:
-    """Which distribution the tokens were drawn from: the likeliest of those that the tokens do not rule out."""
+    """The finding for the most likely distribution that the tokens do not reject."""
     sampling = setup.sampling
     size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
     if chance >= thresholds["sampler_draws"]:
@@ -88,7 +88,7 @@ def drawn_finding(
     small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
     better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
-    if setup.shared.get("reported") == "sampler/mismatch":  # no way to draw that is known explains the reports
+    if setup.shared.get("reported") == "sampler/mismatch":  # no known distribution explains the reported values
         better = (entry for entry in better if _agrees(entry, small, sampling, thresholds))
     best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
     if best is not None:
@@ -112,10 +112,10 @@ def drawn_finding(
 
 
 def _agrees(entry: Explanation, drawn: Draws, sampling: SamplingParams, thresholds: Thresholds) -> bool:
-    """Whether what was reported of the tokens is the policy's own, or at least half way to this explanation's."""
-    told = drawn.sample_logp.isfinite()
+    """Whether the reported values fit the policy, or at least are closer to this explanation than halfway."""
+    reported = drawn.sample_logp.isfinite()
     policy, own = drawn.logp(unfiltered(sampling)), entry.drawn.logp(entry.params)
-    before, after = (float((drawn.sample_logp - logp)[told].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
+    before, after = (float((drawn.sample_logp - logp)[reported].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
     return not before > thresholds["scoring_gap_half"] or after <= before / 2
 
 
@@ -124,7 +124,7 @@ def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
 
 
 def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> Finding:
-    """Filters that the configuration itself asks for: the samples are not the policy's own."""
+    """Filters in the configuration: the samples are not the policy's own distribution."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
     kl, cut = float(lost[torch.isfinite(lost)].mean()), 1 - float((-lost).exp().mean())

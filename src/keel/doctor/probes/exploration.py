@@ -1,4 +1,4 @@
-"""Exploration: what temperature and filters leave of the policy's own choice, and what they add to it."""
+"""Exploration: the entropy of the sampled distribution against that of the policy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams, filter_threshold
 
-LEAST_CHOICE = math.log(2)  # nats a group that its policy would choose beyond the first completion
+LEAST_CHOICE = math.log(2)  # least entropy, in nats, of a group's completions after the first
 
 
 def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Entropy of what is drawn against that of the policy at temperature 1, at the visited states."""
+    """The entropy of the sampling distribution against that of the policy at temperature 1, at the visited states."""
     sampling = setup.built.sampling
     own = state_logits(setup, setup.policy.model, temperature=1.0)
-    setup.of_batch["own_states"] = own  # for the update, which starts from them
+    setup.of_batch["own_states"] = own  # the update probe starts from these states
     drawn = drawn_logits(own, sampling)
     figures = {
         "entropy_own": entropy(own),
@@ -39,7 +39,7 @@ def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def drawn_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logits `[N, V]` of what is drawn from the policy's own: at the temperature, after the filters; greedy: one token.
+    """Logits `[N, V]` of the sampling distribution: temperature, then filters; greedy keeps one token.
 
     Tokens that cannot be drawn are −∞.
     """
@@ -50,7 +50,7 @@ def drawn_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def entropy(logits: Tensor) -> float:
-    """Mean entropy in nats of distributions `[N, V]`."""
+    """Mean entropy in nats of distributions with logits `[N, V]`."""
     logp = logits.double().log_softmax(-1)
     return max(0.0, float(-(logp.exp() * logp).nan_to_num(0.0).sum(-1).mean()))
 
@@ -75,7 +75,8 @@ def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
             f"1: {drawn / own:.1%} of it is left (under {thresholds['exploration_least']:.0%})",
             f"{options}: the completions of a group become copies of one another, and nothing is compared",
             propose("set {}", {**warm, **unfiltered(tree)}),
-            severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",  # nearly copies without it
+            # below it, completions of a group are near copies in any case
+            severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",
         )
     elif drawn > own and figures["kl_drawn"] > thresholds["exploration_noise"]:
         yield finding(

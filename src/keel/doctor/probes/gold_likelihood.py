@@ -1,9 +1,7 @@
-"""Gold answers as the policy sees them: what a trained model finds likelier than anything that is made up."""
+"""Gold answers under the policy. A trained model finds them more likely than random tokens."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -13,44 +11,38 @@ from torch import Tensor
 from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.rendering import rendered
-from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import row_logits
 from keel.envs import Task
 
-_GOLDS = 8  # problems
+_GOLDS = 8  # number of problems
 
 
 @dataclass(frozen=True)
 class Gold:
-    """A problem's prompt and its gold answer, as tokens."""
+    """The tokens of a problem's prompt and gold answer."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
 def golds(setup: KeelSubject) -> list[Gold]:
-    """Those of the first problems, drawn once."""
+    """Prompts and first gold turns of the first problems, sampled once, as far as they fit into the model's context."""
     if "golds" not in setup.shared:
-        setup.shared["golds"] = drawn_golds(setup, _GOLDS)
+        task, encode = setup.run.task, setup.policy.tokenizer.encode
+        problems = [] if task.prompts_only else setup.problems(_GOLDS)
+        turns = [(gold_or_none(task, problem) or [""])[0] for problem in problems]
+        pairs = [
+            Gold(setup.prompt(problem), tuple(encode(turn, add_special_tokens=False)))
+            for problem, turn in zip(problems, turns, strict=True)
+        ]
+        limit = setup.policy.context_length or 1 << 30
+        setup.shared["golds"] = [g for g in pairs if g.prompt and g.answer and len(g.prompt) + len(g.answer) < limit]
     chosen: list[Gold] = setup.shared["golds"]
     return chosen
 
 
-def drawn_golds(setup: KeelSubject, count: int) -> list[Gold]:
-    """Prompts and first gold turns of problems whose answer is not empty and fits into the model's context."""
-    task, tokenizer = setup.run.task, setup.policy.tokenizer
-    problems = [] if task.prompts_only else task.sample(count, seed=setup.config.run.seed, step=0)
-    limit = setup.policy.context_length or 1 << 30
-    pairs = [
-        Gold(prompt, tuple(tokenizer.encode((gold_or_none(task, problem) or [""])[0], add_special_tokens=False)))
-        for problem, prompt in zip(problems, rendered(setup, problems), strict=True)
-    ]
-    return [g for g in pairs if g.prompt and g.answer and len(g.prompt) + len(g.answer) + 2 <= limit]
-
-
 def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
-    """The gold turns; None of a problem without an answer, as in part of a mixture, or of a task that writes none."""
+    """The gold turns; None if the problem has no answer or the task has no gold answers."""
     try:
         return task.gold_turns(problem) or None
     except (KeelError, NotImplementedError):
@@ -59,10 +51,10 @@ def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
 
 @dataclass(frozen=True)
 class GoldReading:
-    """The policy on gold answers at temperature 1.
+    """Statistics of the policy on gold answers at temperature 1.
 
-    Mean log-probability a token of each; after each the next token's probabilities, as a mean `[V]`; over prompts and
-    answers the mean probabilities `[V]` and the mean entropy.
+    The mean log-probability per token of each answer, the mean next-token distribution after the answers `[V]`, and the
+    mean distribution `[V]` and mean entropy over prompts and answers.
     """
 
     logp: list[float]
@@ -72,14 +64,15 @@ class GoldReading:
 
 
 def read_golds(setup: KeelSubject) -> GoldReading:
-    """One pass over them, made once."""
+    """Read the gold answers in one pass, whose result is cached."""
     if "gold reading" not in setup.shared:
         chosen, means, entropies, after, written = golds(setup), [], [], [], []
         for gold, logits in zip(
             chosen, row_logits(setup.policy, [(*g.prompt, *g.answer) for g in chosen]), strict=True
         ):
             logp = logits.log_softmax(-1)
-            means.append(float(_of_answer(gold, logp).mean()))
+            answer = torch.tensor(gold.answer, device=logp.device)[:, None]
+            means.append(float(logp[len(gold.prompt) - 1 : -1].gather(-1, answer).mean()))
             entropies.append(-float((logp.exp() * logp).sum(-1).mean()))
             after.append(logp[-1].exp())
             written.append(logp.exp().mean(0))
@@ -87,37 +80,3 @@ def read_golds(setup: KeelSubject) -> GoldReading:
         setup.shared["gold reading"] = GoldReading(means, *averages, fmean(entropies))
     reading: GoldReading = setup.shared["gold reading"]
     return reading
-
-
-def answer_logp(setup: KeelSubject, chosen: Sequence[Gold]) -> list[float]:
-    """Mean log-probability a token of each of these answers, with the weights as they are now."""
-    return [float(logp.mean()) for logp in answer_tokens(setup, chosen)]
-
-
-def answer_tokens(setup: KeelSubject, chosen: Sequence[Gold]) -> list[Tensor]:
-    """The log-probabilities of the tokens of each of these answers; after padding, where nothing stands before them."""
-    begun = [gold if gold.prompt else Gold((setup.policy.pad_id,), gold.answer) for gold in chosen]
-    rows = row_logits(setup.policy, [(*gold.prompt, *gold.answer) for gold in begun])
-    return [_of_answer(gold, logits.log_softmax(-1)) for gold, logits in zip(begun, rows, strict=True)]
-
-
-def _of_answer(gold: Gold, logp: Tensor) -> Tensor:
-    answer = torch.tensor(gold.answer, device=logp.device)[:, None]
-    return logp[len(gold.prompt) - 1 : -1].gather(-1, answer).squeeze(-1)
-
-
-def bos_gain(setup: KeelSubject, bos: int) -> tuple[list[float], float]:
-    """By how many nats a token each gold answer is likelier where its prompt begins with BOS, and what it has then.
-
-    The second is a mean of −log p: a model to which the answers mean nothing is confused by any token.
-    """
-    chosen = golds(setup)
-    if not chosen:
-        return [], 0.0
-    with_bos = answer_logp(setup, [Gold((bos, *gold.prompt), gold.answer) for gold in chosen])
-    return [after - before for before, after in zip(read_golds(setup).logp, with_bos, strict=True)], -fmean(with_bos)
-
-
-def blind_surprise(setup: KeelSubject, thresholds: Thresholds) -> float:
-    """Nats a token over which an answer is one that the model cannot know."""
-    return thresholds["bos_surprise"] * math.log(setup.vocabulary)

@@ -1,4 +1,4 @@
-"""Gold answers, judged without a model: do they earn what a right answer should, and if not, what would?"""
+"""Rewards of gold answers, without a model: whether right answers earn what they should, and if not, what would."""
 
 from __future__ import annotations
 
@@ -17,36 +17,26 @@ from keel.doctor.replies import OutOfPlays, played_again
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, last_tag
 
-EXPLAINED = 8  # problems on which explanations are tried; the first of them choose
+EXPLAINED = 8  # problems on which explanations are tested; the first two select one
 CHOOSING = 2
-TRIFLE = 0.01  # of a reward's size, within which texts earn the same for all that is said of them
-FORMS = {  # what a reward may want around an answer
+TRIFLE = 0.01  # rewards that differ by a smaller share of their scale count as almost equal
+FORMS = {  # formats that a reward may expect around an answer
     "{}": "as it is",
     "\\boxed{{{}}}": "\\boxed{…}",
-    "$\\boxed{{{}}}$": "$\\boxed{…}$",
     "<answer>{}</answer>": "<answer>…</answer>",
-    "<answer> {} </answer>": "<answer> … </answer>",
     "<think></think><answer>{}</answer>": "<think>…</think><answer>…</answer>",
     "<think>\n\n</think>\n<answer>\n{}\n</answer>": "<think>…</think> and <answer>…</answer> on lines of their own",
-    "<think>\n\n</think>\n\n{}": "<think>…</think> before it",
     "#### {}": "#### …",
     "The answer is {}": "The answer is …",
-    "The answer is {}.": "The answer is ….",
-    "The final answer is {}": "The final answer is …",
     "Answer: {}": "Answer: …",
-    "Final answer: {}": "Final answer: …",
     "**{}**": "**…**",
-    "`{}`": "`…`",
-    "({})": "(…)",
     "{}.": "a full stop after it",
-    " {}": "a space before it",
-    "{}\n": "a new line after it",
     '{{"answer": "{}"}}': '{"answer": "…"}',
 }
 
 
 def gold_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
-    """Gold answers that earn nothing or less than wrong ones; else, answers that say nothing and earn as much."""
+    """Gold answers that earn nothing or less than wrong ones; otherwise exploits that earn as much as they do."""
     if not judged:
         return
     totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
@@ -61,23 +51,20 @@ def gold_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: 
     if over := _over_before(setup, lacking):
         yield _unheard(over, judged)
         return
-    if _pays_for_anything(judged, scale):
-        return  # a reward that never differs: what the groups show
+    if min(totals) > 0 and max(totals) - min(totals) <= SAME * scale:
+        return  # reported as groups without spread
     form = _form(setup, lacking[:EXPLAINED], margin)
-    if form is None and _ignores_the_text(setup, judged, scale):
-        yield _textless(judged)
-        return
-    if form is None and (paid := _paid_whatever(lacking, totals, SAME * scale)):
-        yield _open(judged, paid)
+    if form is None and (paid := _whatever_is_said(lacking, totals, SAME * scale)):
+        yield _textless(judged, paid)
         return
     found = _explained(setup, judged, lacking, margin, by_chance, form)
     trifles = SAME * scale < max(totals) - min(totals) <= TRIFLE * scale
-    # what no text moves is no judgement of answers: whatever makes these differences count is the graver fault
+    # if differences are this small, the code that scales them up is the more severe problem
     yield replace(found, severity="warning") if trifles and found.severity == "error" else found
 
 
 def _over_before(setup: KeelSubject, lacking: Sequence[JudgedGold]) -> list[JudgedGold]:
-    """Those whose episode ends before their last turn is said, where most do: the reward has no answer to judge."""
+    """Episodes that end before their last gold turn, if most do. The reward then has no answer to judge."""
     task, over = setup.run.task, list[JudgedGold]()
     if not task.multi_turn:
         return over
@@ -100,57 +87,33 @@ def _unheard(over: Sequence[JudgedGold], judged: Sequence[JudgedGold]) -> Findin
 
 
 def _lacking(judged: Sequence[JudgedGold], margin: float, rounding: float) -> list[JudgedGold]:
-    """Gold answers that earn no more than anything else, or less than a wrong one by more than `margin`.
+    """Gold answers that earn no more than the lowest reward, or less than a wrong one by more than `margin`.
 
-    Where wrong ones earn more on most problems it need not be by as much: a reward that pays for something else may
-    tell texts apart by trifles.
+    If wrong answers earn more on most problems, any difference counts, because such a reward may have tiny differences.
     """
     outranked = sum(row.gold < row.top - rounding for row in judged)
     least = rounding if 2 * outranked > len(judged) else margin
     return [row for row in judged if row.gold <= row.bottom + rounding or row.gold < row.top - least]
 
 
-def _paid_whatever(lacking: Sequence[JudgedGold], totals: Sequence[float], rounding: float) -> list[JudgedGold]:
-    """Problems on which every text earns the most there is to earn; [] unless those are most that are lacking."""
-    full = max(totals)
-    paid = [row for row in lacking if min(row.gold, row.bottom) >= full - rounding]
-    return paid if 2 * len(paid) > len(lacking) and min(totals) < full - rounding else []
+def _whatever_is_said(lacking: Sequence[JudgedGold], totals: Sequence[float], rounding: float) -> list[JudgedGold]:
+    """Problems on which all texts earn the same nonzero reward; [] unless most of `lacking` are such problems."""
+    paid = [row for row in lacking if row.top - row.bottom <= rounding and abs(row.gold - row.top) <= rounding]
+    some = max(totals) - min(totals) > rounding and max((row.gold for row in paid), default=0.0) > 0
+    return paid if some and 2 * len(paid) > len(lacking) else []
 
 
-def _open(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
+def _textless(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Finding:
+    low, high = min(row.gold for row in paid), max(row.gold for row in paid)
     return finding(
         "reward/exploit",
-        f"on {len(paid)} of {len(judged)} problems wrong and empty answers earn {paid[0].bottom:.3g}, all that a gold "
-        f"answer earns, such as {paid[0].problem.key!r} with the gold answer {paid[0].turns[-1].strip()[-40:]!r}",
-        "the reward pays in full where it cannot judge: where it cannot read the gold answer, or finds none",
-        "pay nothing, or leave the problem out, where the reward cannot read its own answer",
+        f"on {len(paid)} of {len(judged)} problems gold, wrong and empty answers earn the same, {low:.3g} to "
+        f"{high:.3g}, such as {paid[0].problem.key!r} with the gold answer {paid[0].turns[-1].strip()[-40:]!r}",
+        "the reward pays where it cannot judge, as where it cannot read the gold answer, or it judges something that "
+        "belongs to the problem, such as its prompt",
+        "let the reward read the completion's text, and pay nothing where it cannot read its own answer",
         severity="error" if len(paid) > len(judged) / 2 else None,
     )
-
-
-def _ignores_the_text(setup: KeelSubject, judged: Sequence[JudgedGold], scale: float) -> bool:
-    """Whether every text earns the same on a problem, be it gold, wrong, empty or sampled, and problems differ."""
-    answers = [(row.gold, row.empty, *row.others) for row in judged]
-    sampled = [tuple(reward.total for reward in group.rewards) for group in setup.groups]
-    alike = all(max(totals) - min(totals) <= SAME * scale for totals in (*answers, *sampled))
-    return alike and max(row.gold for row in judged) - min(row.gold for row in judged) > SAME * scale
-
-
-def _textless(judged: Sequence[JudgedGold]) -> Finding:
-    low, high = min(row.gold for row in judged), max(row.gold for row in judged)
-    return finding(
-        "reward/exploit",
-        f"on each of {len(judged)} problems gold, wrong, empty and sampled answers all earn the same, and from "
-        f"{low:.3g} to {high:.3g} on different problems",
-        "the reward judges something that belongs to the problem, such as its prompt, and not the completion",
-        "let the reward read the completion's text: keel check-task lists what every attack earns",
-        severity="error",
-    )
-
-
-def _pays_for_anything(judged: Sequence[JudgedGold], scale: float) -> bool:
-    totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
-    return min(totals) > 0 and max(totals) - min(totals) <= SAME * scale
 
 
 def _explained(
@@ -161,13 +124,13 @@ def _explained(
     by_chance: bool,
     form: tuple[str, str, int] | None,
 ) -> Finding:
-    """The finding with what would have earned: another form, a part of the answer, the opposite."""
+    """The finding, with an explanation if there is one: another format, a part of the answer, or a reversed sign."""
     average = f"gold answers earn {fmean(row.gold for row in lacking):.3g} on average"
     size = f"{len(lacking)} of {len(judged)} gold answers earn no more than wrong or empty ones: {average}"
     completions = [reward.total for group in setup.groups for reward in group.rewards]
     summed = setup.config.reward.aggregate == "sum"
     bare = max(max(row.gold, row.top) for row in lacking)
-    earning = summed and max(completions) > bare + margin  # what no answer without the form does
+    earning = summed and max(completions) > bare + margin  # no answer without the format earns as much
     written = f"; the model's completions earn {fmean(completions):.3g}"
     if form is not None:
         content, name, count = form
@@ -197,7 +160,7 @@ def _explained(
 
 
 def _asked_for(setup: KeelSubject, name: str) -> bool:
-    """Whether the prompts show the form that the reward reads: bare answers in the data are then as they should be."""
+    """Whether the prompts show the format that the reward reads, so that gold answers in the data need not have it."""
     form = next(form for form, called in FORMS.items() if called == name)
     marks = [mark for mark in re.split(r"\s+|\{+\}+|[{}$]", form) if len(mark) > 2]
     decode = setup.policy.tokenizer.decode
@@ -206,7 +169,7 @@ def _asked_for(setup: KeelSubject, name: str) -> bool:
 
 
 def _form(setup: KeelSubject, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
-    """A part of the gold answer in a form that earns on most of these problems, and another answer in it does not."""
+    """A part of the gold answer and a format that earn on most of these problems, other than for wrong answers."""
     pairs: list[tuple[str, str]] = []
     for row in lacking[:CHOOSING]:
         first = row is lacking[0]
@@ -230,7 +193,7 @@ def _form(setup: KeelSubject, lacking: Sequence[JudgedGold], margin: float) -> t
 
 
 def _contents(row: JudgedGold) -> dict[str, str]:
-    """What of a gold answer may be compared: all of it, its parts, the problem's own answer."""
+    """The parts of a gold answer that a reward may compare: all of it, its number, tag or box, problem.answer."""
     gold, answer = row.turns[-1].strip(), row.problem.answer
     answers = answer if isinstance(answer, list | tuple) else [answer]
     behind = re.split(r"####|[Aa]nswer(?: is|:)", gold)[-1].strip(" .\n*")
@@ -260,5 +223,5 @@ def _filled(row: JudgedGold, content: str, form: str) -> str:
 
 
 def _earned(setup: KeelSubject, row: JudgedGold, texts: Sequence[str]) -> list[float]:
-    """What these last turns earn after the gold answer's first ones."""
+    """The rewards of these last turns after the gold answer's earlier turns."""
     return totals_of(setup, row.problem, [(*row.turns[:-1], text) for text in texts])

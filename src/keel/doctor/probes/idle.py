@@ -1,4 +1,4 @@
-"""Episodes that call their tools and never answer: where answers are what is judged, they earn nothing."""
+"""Episodes that call tools and never answer. If the answer is judged, they should earn nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from keel.doctor.replies import first_turn, is_useless, played_again, replies
 from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 
-FIRST, PROBLEMS = 4, 24  # problems that must pay before more are asked, and how many those are; five episodes each
+# number of problems that must pay before further ones are judged, and their maximum; five episodes per problem
+FIRST, PROBLEMS = 4, 24
 SECONDS = 5.0
 
 
 def idle_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Calls of the batch, over and over or with nothing behind them, that earn what the gold answer does."""
+    """Tool calls, repeated until the turn limit or followed by nothing, that earn as much as the gold answer."""
     judge, began = setup.built.judge, time.monotonic()
     if not setup.run.task.multi_turn or setup.run.task.prompts_only or judge.remote or setup.failures:
         return
@@ -32,7 +33,7 @@ def idle_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findin
     for number, (problem, call) in enumerate(_calls(setup)):
         gold = gold_or_none(setup.run.task, problem) or []
         if len(gold) != 1 or _calls_tools(setup, gold[0]):
-            return  # what is judged is what episodes do, and not an answer
+            return  # the reward judges actions and not an answer
         turns = [call] * setup.config.rollout.max_turns
         rewards = judge.judge(problem, [gold, [call, *gold], [""], turns, [call, ""]])
         if rewards is None:
@@ -63,7 +64,7 @@ def idle_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findin
 
 
 def _calls(setup: KeelSubject) -> Iterator[tuple[Problem, str]]:
-    """Of each problem one first turn that calls a tool and was answered: of the batch, then of others."""
+    """For each problem one first turn with an answered tool call: from the batch, then from further problems."""
     known, tokenizer = set[str](), setup.policy.tokenizer
     for more in (False, True):
         for group in single_ones(setup) if more else setup.groups:
@@ -75,10 +76,11 @@ def _calls(setup: KeelSubject) -> Iterator[tuple[Problem, str]]:
 
 
 def _calls_tools(setup: KeelSubject, text: str) -> bool:
-    """Whether a turn calls tools, such as the first problem's episode offers them."""
+    """Whether a turn calls tools that the first problem's episode offers."""
     if "an episode's tools" not in setup.shared:
         setup.shared["an episode's tools"] = None
-        with suppress(Exception), played_again(setup, setup.groups[0].problem) as (episode, _):  # may raise anything
+        # user code may raise anything
+        with suppress(Exception), played_again(setup, setup.groups[0].problem) as (episode, _):
             setup.shared["an episode's tools"] = episode if isinstance(episode, ToolEpisode) else None
     offered = setup.shared["an episode's tools"]
     return offered is not None and bool(asked_of(offered, text))

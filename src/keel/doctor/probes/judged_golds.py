@@ -1,4 +1,4 @@
-"""What gold answers earn by the configured rewards, beside empty answers and those of other problems."""
+"""Rewards of gold answers under the configured rewards, against those of empty and wrong answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from keel.doctor.replies import answers
 from keel.envs import Task
 from keel.envs.attacks import GoldBatch, Turns
 
-MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2  # problems whose gold answers are judged
+# problems whose gold answers are judged: in general, with episodes, with a remote judge
+MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2
 FEWEST = 4
-COMPARED = 6  # problems on which wrong answers are judged too, each with so many of them beside an empty one
+COMPARED = 6  # number of problems with wrong answers too: an empty one and WRONG others
 WRONG = 2
-SECONDS = 2.0  # after which no further problem is judged, nor attacked
+SECONDS = 2.0  # seconds after which no further problem is judged or attacked
 
 
 @dataclass(frozen=True)
 class JudgedGold:
-    """What a problem's gold turns earn, what an empty answer does, and what other problems' gold answers do there."""
+    """The rewards of a problem's gold turns, of an empty answer, and of other problems' gold answers."""
 
     problem: Problem
     turns: Turns
@@ -39,7 +40,7 @@ class JudgedGold:
 
     @property
     def is_least(self) -> bool:
-        """Whether most wrong answers earn more."""
+        """Whether most wrong answers earn more than the gold one."""
         return sum(total > self.gold + SAME for total in self.others) > len(self.others) / 2
 
     @property
@@ -48,14 +49,15 @@ class JudgedGold:
 
 
 def judged_golds(setup: KeelSubject) -> list[JudgedGold]:
-    """The gold answers of many problems under the configured rewards, the first beside wrong ones of the same form.
+    """Judge the gold answers of many problems; for the first ones also wrong answers of the same format.
 
-    The others are compared with what those earn, and only where they are no better with wrong ones of their own. It
-    ends after three times as many where all of them earn, or none does. Parts are summed, whatever `reward.aggregate`
-    says: what is normalised within a group cannot be compared with what another text would earn.
+    Later gold answers are compared with these wrong answers first, and with their own only if they earn no more.
+    Judging stops after three times as many problems if all gold answers earn, or none does. Reward parts are summed,
+    whatever `reward.aggregate` says, since rewards normalised within a group cannot be compared with those of other
+    texts.
 
-    None where there are no gold answers, where rewards are dealt out at random, or where the gold turns are not fit to
-    be shown or do not end their episode.
+    Empty if there are no gold answers, if rewards are shuffled, or if gold turns are not usable for SFT or do not end
+    their episode.
     """
     task = setup.run.task
     if task.prompts_only or setup.config.reward.shuffle is not None or setup.failures:
@@ -87,13 +89,13 @@ def judged_golds(setup: KeelSubject) -> list[JudgedGold]:
 
 
 def _earns(row: JudgedGold) -> bool:
-    """Whether a gold answer earns no less than any other that was judged there, and more than some."""
+    """Whether a gold answer earns the highest reward on its problem, and not all answers earn it."""
     rounding = SAME * max(abs(row.gold), abs(row.top))
     return row.gold >= row.top - rounding and row.gold > row.bottom + rounding
 
 
 def totals_of(setup: KeelSubject, problem: Problem, episodes: Sequence[Turns]) -> list[float]:
-    """The sum of the rewards of each; −∞ where it failed, or where a judge elsewhere may not be asked any more."""
+    """The total reward of each episode; −∞ if it failed or if the budget of a remote judge is used up."""
     return _judged(setup, problem, episodes)[0]
 
 
@@ -109,7 +111,7 @@ def _judged(setup: KeelSubject, problem: Problem, episodes: Sequence[Turns]) -> 
 
 
 def _batch(setup: KeelSubject, task: Task) -> GoldBatch:
-    """Problems with their gold turns: those of the batch, then others, each prompt once."""
+    """Problems with gold turns: the batch's, then further ones with distinct prompts."""
     most = MOST_REMOTE if setup.built.judge.remote else MOST_EPISODES if task.multi_turn else MOST
     problems = {str(group.problem.prompt): group.problem for group in setup.groups[:most]}
     seed = setup.config.run.seed
@@ -122,12 +124,12 @@ def _batch(setup: KeelSubject, task: Task) -> GoldBatch:
 
 
 def _ends(task: Task, problem: Problem, turns: Turns) -> bool:
-    """Whether an episode is over after these turns: gold turns of one that is not are only a part of an answer."""
+    """Whether these gold turns end the episode. Otherwise they are only part of an answer."""
     return None in answers(task, problem, turns)
 
 
 def reward_scale(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float:
-    """The range of the rewards that were seen, what a difference is measured by; without gold answers, the largest."""
+    """The range of all observed rewards, as the scale of differences; without gold answers, the largest magnitude."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     if not judged or setup.config.reward.aggregate != "sum":
         return max(map(abs, totals))
@@ -136,6 +138,6 @@ def reward_scale(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float:
 
 
 def solved_at(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float | None:
-    """What a right answer earns, where gold answers earn more than wrong ones do, in a group as well."""
+    """The reward of a right answer, if gold answers earn more than wrong ones, also within groups."""
     paid = [row.gold for row in judged if row.gold > row.bottom + SAME]
     return min(paid) if 2 * len(paid) > len(judged) and setup.config.reward.aggregate == "sum" else None

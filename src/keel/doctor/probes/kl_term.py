@@ -1,16 +1,16 @@
-"""The KL term: its expected gradient by summing over the vocabulary, against the exact one, on a perturbed policy."""
+"""The KL term on a perturbed policy: its expected gradient, summed over the vocabulary, against the exact one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from keel.base.imports import is_import_path
 from keel.doctor.advice import no_penalty
-from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term, sampled_values
+from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject
@@ -25,18 +25,18 @@ from keel.losses import scale_rewards
 KLS = (POLICY_REF, REF_POLICY)
 DIVERGENCES = (*KLS, "total-variation", JSD, TOPK)
 SHARES = (0.01, 0.1, 0.5)
-NOISE = 0.2  # of each weight's RMS: far enough that the KL is no rounding error
-MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64: an expected gradient shows at every state
-SEEN_KL = 0.1  # nats per token
-NEAR_KL = 1e-4  # where a run begins
-ROUNDING = 1e-12  # nats per token in fp64
+NOISE = 0.2  # share of each weight's RMS: enough for a KL above rounding
+MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64; every state shows the expected gradient
+SEEN_KL = 0.1  # nats per token that training typically reaches
+NEAR_KL = 1e-4  # nats per token near the start of a run
+ROUNDING = 1e-12  # nats per token; a smaller KL in fp64 is rounding
 
 
 def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Direction and size of the configured term, its share of the gradient, and the β that would change it."""
+    """Direction and size of the configured term's gradient, its share of the total, and the β for another share."""
     config, kl = setup.config, setup.run.kl
     unneeded = _unneeded(setup)
-    if setup.run.reference is None:  # only at β = 0 without measurements
+    if setup.run.reference is None:  # only for β = 0 without measurements
         return Outcome("kl_term", unneeded, lines=("kl.beta is 0: no KL term acts, and this run has no reference",))
     with setup.perturbed(_noise(setup)):
         policy, reference = policy_states(setup), reference_states(setup)
@@ -48,13 +48,12 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
             return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(setup)
-    values = sampled_values(policy, reference, kl)
     named = thresholds["kl_gradient_named"]
     few = slice(None, None, max(1, len(policy) * setup.vocabulary // MEASURED_ELEMENTS))
     measure = partial(measure_term, policy[few], reference[few], kl, setup.run.pairing, named=named)
-    measured = measure(off_policy=config.off_policy)
-    if is_import_path(config.kl.estimator):  # one's own formula may do nothing as near as training stays
-        near = measure(off_policy=config.off_policy, target=NEAR_KL)
+    measured = measure()
+    if is_import_path(config.kl.estimator):  # a user's estimator may be zero within the KL range of training
+        near = measure(target=NEAR_KL)
         measured = near if near.size < thresholds["kl_gradient_zero"] else measured
     if measured.kl < ROUNDING:
         certain = "kl/no-gradient, kl/reversed: the KL of a policy that is certain of all it writes is a rounding error"
@@ -64,10 +63,8 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     expected = _expected(setup)
     if expected is not None and expected in measured.cosines:
         figures["cosine_expected"] = measured.cosines[expected]
-    figures |= {f"sampled_{name}": value for name, value in values.items()}
     figures |= norms.figures(setup.full_beta, SHARES)
     lines = [_gradient_line(setup, measured), norms.line(setup.full_beta, SHARES, figures["kl_perturbed"])]
-    lines.append(_value_line(setup, values))
     if not used:
         return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
     findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
@@ -75,17 +72,10 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _noise(setup: KeelSubject) -> float:
-    """The noise at which the KL is of the size that training sees; LoRA's B starts at 0 and takes far less of it."""
+    """The noise level that gives a KL as in training. LoRA's B starts at 0 and needs far less."""
     with setup.perturbed(NOISE):
         kl = mean_kl(policy_states(setup), reference_states(setup))
     return NOISE * math.sqrt(SEEN_KL / kl) if kl > SEEN_KL and math.isfinite(kl) else NOISE
-
-
-def _value_line(setup: KeelSubject, values: Mapping[str, float]) -> str:
-    name = setup.config.kl.estimator
-    shown = ["k1", "k3"] + ([name] if f"{name}_mean" in values and name not in ("k1", "k3") else [])
-    listed = ", ".join(f"{key} {values[f'{key}_mean']:.3g} ± {values[f'{key}_se']:.2g}" for key in shown)
-    return f"values on drawn tokens: {listed}; exact {values['exact']:.3g} nats per token"
 
 
 def _term_label(setup: KeelSubject) -> str:
@@ -102,21 +92,21 @@ def _gradient_line(setup: KeelSubject, measured: MeasuredGradient) -> str:
 
 
 def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
-    """What the experiment says of the configured term; the total variation is allowed only to who asks for it."""
+    """The findings about the configured term. Only the total variation's own estimator may have its gradient."""
     expected = _expected(setup)
     asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
     expected = expected if expected in asked else None
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
     if measured.size < thresholds["kl_gradient_zero"]:
-        away = measured.off_policy_cosine is not None and measured.off_policy_cosine < 0
         yield finding(
             "kl/no-gradient",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size} (at "
             f"{measured.kl:.2g} nats per token)",
             f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
-            "holds nothing" + (", and on older samples it pushes away" if away else ""),
+            "holds nothing",
             _proven_pairing(setup),
-            severity="warning" if measured.kl < 2 * NEAR_KL else None,  # as far as that a penalty may be meant to begin
+            # a penalty may intentionally start at this distance only
+            severity="warning" if measured.kl < 2 * NEAR_KL else None,
         )
         return
     beta = setup.full_beta
@@ -146,7 +136,7 @@ def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresh
 
 
 def _expected(setup: KeelSubject) -> str | None:
-    """The gradient that the configured formula has by the table: what its code is measured against."""
+    """The gradient that the configured formula has in the table of pairings."""
     formula = formula_of(setup.config.to_dict())
     return None if formula is None else divergence_of(formula.expected)
 
@@ -158,16 +148,16 @@ def _instead_of(expected: str | None) -> str:
 
 
 def _proven_pairing(setup: KeelSubject, otherwise: str = "") -> Advice:
-    """The nearest pairing that is right; where the configured one is already, its code is what to mend."""
+    """The nearest correct pairing. If it is configured already, the estimator's code is wrong."""
     formula = formula_of(setup.config.to_dict())
     change = {} if formula is None else formula.change
     if not change:
-        return Advice(otherwise or "mend the estimator or the loss: the formula that is configured is a right one")
+        return Advice(otherwise or "fix the estimator or the loss: the formula that is configured is a right one")
     return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
 def _reward_scale(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
-    """In the reward, before the division by the std, β is divided too."""
+    """With the penalty in the reward, the division by the standard deviation also divides β."""
     rows = setup.batch.rows
     scale = scale_rewards(setup.run.loss)
     assert rows.rewards is not None

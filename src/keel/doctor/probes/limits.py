@@ -1,4 +1,4 @@
-"""Limits that cut, or do not: completions left out for their KL, skipped updates, old samples, a near reference."""
+"""Limits that are too tight: rejected completions, skipped updates, KL budgets, old samples, reference thresholds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from keel.doctor.verdict import Outcome
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
 
-SCATTER = 0.1  # of gradient norms from step to step, at least
+SCATTER = 0.1  # least step-to-step variation of gradient norms
 
 
 def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """What the configured limits do to a policy that has moved as far as one that learns must."""
-    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last that needs its gradients
+    """The effect of the configured limits on a policy after the least movement that learning needs."""
+    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last probe that uses its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
         codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
         return Outcome("limits", unchecked=(f"{codes}: no update could be tried",))
@@ -46,16 +46,17 @@ def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 def _rejects(
     setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """Completions over kl.collect_max once the policy is `kl_not_learning` away from where it was.
+    """The share of completions over kl.collect_max after the policy has moved by `kl_not_learning`.
 
-    Samples of the old policy against the moved one stand for samples of the moved one against the reference: both are
-    a policy's own tokens at that distance. More are drawn while chance may decide; a problem is one observation.
+    Samples of the old policy under the moved one stand for samples of the moved one under the reference. Both are
+    samples of a policy at that distance. More are drawn while the result is not significant; a problem is one
+    observation.
     """
     limit = setup.config.kl.collect_max
     if limit is None or setup.run.reference is None:
         return
     distance, most = thresholds["kl_not_learning"], thresholds["rejected_most"]
-    ratios: list[Tensor] = []  # [completions] of each group
+    ratios: list[Tensor] = []  # [completions] for each group
 
     def shares(groups: Sequence[Group]) -> list[float]:
         if more := groups[len(ratios) :]:
@@ -89,9 +90,9 @@ def _rejects(
 
 
 def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level: float) -> Tensor:
-    """Mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
+    """The mean log-ratio of each completion between the policy and itself after an update of `level` nats per token.
 
-    Where completions were cut it scatters about its mean as that of whole ones would: by the root of their length.
+    For cut completions, deviations from the mean are scaled to those of full ones, by the square root of the length.
     """
     mask, before = batch.rows.action_mask, setup.logp(batch)
     with moved(setup, first.gradients, first.loss, math.sqrt(level / first.peak_kl), weight_decay=0.0):
@@ -104,7 +105,7 @@ def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level:
 
 
 def _skips(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """The spike guard on log-normal gradient norms that scatter as little as any run's do."""
+    """The spike guard's skip rate on log-normal gradient norms with the least usual variation."""
     guards, spike = setup.config.guards, setup.run.limits.grad_spike
     if guards.on_spike != "skip":
         return
@@ -121,7 +122,7 @@ def _skips(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds
 
 
 def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:
-    """A budget that ends the run, or takes it back, before anything can be learned within it."""
+    """A KL budget that stops or rolls back the run before anything can be learned."""
     budget = setup.config.kl.budget
     if budget is None or budget.action == "warn":
         return
@@ -144,18 +145,19 @@ def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> I
 def _too_old(
     setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """Samples so old that the updates of those steps have left the policy that drew them.
+    """Samples so old that updates have moved the policy too far from the one that drew them.
 
-    A few are a random walk; over many, what learns goes one way.
+    Over a few steps, updates are a random walk. Over many, their directions add up.
     """
     run = setup.run
     age = min(run.rollout.max_staleness, setup.config.run.max_steps)
     per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
-    deep = age > thresholds["sample_age"]  # a step or two is one update's distance, which has its own limit
-    figures["sample_age_kl"] = (age * age if deep else age) * per_step  # over many steps what is learned adds up
+    deep = age > thresholds["sample_age"]  # one or two steps are about one update, which has its own limit
+    # over many steps, distances add up and the KL grows quadratically
+    figures["sample_age_kl"] = (age * age if deep else age) * per_step
     limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
     if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
-        return  # where one update is too long its own finding says so
+        return  # too large updates have a finding of their own
     younger = min(int(thresholds["sample_age"]) // 2, int(limit / thresholds["update_margin"] / per_step))
     slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
     yield finding(
@@ -174,7 +176,7 @@ def _too_old(
 
 
 def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
-    """A reference that is replaced at a KL which a single update passes."""
+    """A kl_triggered reference whose threshold a single step exceeds."""
     run = setup.run
     if run.reference is None or run.reference.kind != "kl_triggered":
         return
@@ -196,13 +198,13 @@ def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
 
 
 def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Tokens whose weight of policy over sampler lies outside the limits of loss.mismatch, and which weigh 0 then."""
+    """Tokens whose importance weight lies outside the limits of loss.mismatch, which sets it to 0."""
     options, logp = setup.run.loss.mismatch, setup.logp()
     sampled = behaviour_logp(setup.batch.rows, logp, options.level)
     if options.kind not in ("mask", "icepop") or sampled is None:
         return
     zero = (mismatch_weights(logp, sampled, setup.mask, options) == 0) & setup.mask
-    shares = (zero.sum(-1) / setup.mask.sum(-1).clamp(min=1)).tolist()  # completions are what is independent
+    shares = (zero.sum(-1) / setup.mask.sum(-1).clamp(min=1)).tolist()  # completions are independent, tokens are not
     figures["left_out"] = float(zero.sum() / setup.mask.sum().clamp(min=1))
     most = thresholds["sampler_rejected"] / 2
     if figures["left_out"] <= most:

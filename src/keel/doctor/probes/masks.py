@@ -1,4 +1,4 @@
-"""Which tokens are trained, and what the training pass can see."""
+"""Which tokens are trained, and which tokens the training pass attends to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keel.doctor.draws import (
     batch_draws,
     chance_of,
     improbable_runs,
-    surprise_chance,
+    nll_p_value,
     unfiltered,
 )
 from keel.doctor.findings import Finding, finding
@@ -34,11 +34,11 @@ from keel.models.pack import right_pad
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
 _MAX_PLACES = 6
 _CHANGES = 3  # other tokens that are tried at a position
-_MOVED = 2  # answers of the model's own forward: one may lie at an edge of rounding
+_MOVED = 2  # changes in the model's own forward; a single one may be due to rounding
 
 
 def probe_masks(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Perturb what a completion should see; differentiate the loss; compare what is trained with what was drawn."""
+    """Perturb context tokens, differentiate the loss, and compare the trained tokens with the drawn ones."""
     findings = [*_blindness(setup, thresholds), *_gradient(setup), *end_findings(setup, thresholds)]
     findings += _foreign(setup, thresholds)
     trained = int(setup.mask.sum())
@@ -50,7 +50,7 @@ def probe_masks(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _colored_masks(setup: KeelSubject) -> list[str]:
-    """The first completion of a few groups: trained tokens in green, what is read only dimmed."""
+    """The first completion of a few groups: trained tokens in green, context dimmed."""
     lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}read only{PLAIN}"]
     for group in setup.groups[:2]:
         completion = group.completions[0]
@@ -63,14 +63,14 @@ def _colored_masks(setup: KeelSubject) -> list[str]:
 
 
 def is_blind(setup: KeelSubject, thresholds: Thresholds) -> bool:
-    """Whether the training pass cannot see a part of what it should."""
+    """Whether the training pass ignores some tokens that it should attend to."""
     return any(finding.code == "mask/attention" for finding in _blindness(setup, thresholds))
 
 
 def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
-    """Change tokens that a completion should see: the tokens after them must answer in training's pass, too.
+    """Change context tokens. Later log-probabilities must change in training's pass, too.
 
-    A model that does not mind some of them is asked once more under noise.
+    Tokens that have no effect on the model are tested once more with perturbed weights.
     """
     if "blindness" not in setup.of_batch:
         asked: dict[str, Iterable[tuple[Group, int]]]
@@ -81,14 +81,14 @@ def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
 
 
 def _prompt_places(setup: KeelSubject) -> list[tuple[Group, int]]:
-    """A few places of the longest prompt, first and last included."""
+    """A few positions of the longest prompt, including the first and the last."""
     group = max(setup.groups, key=lambda group: len(group.prompt_tokens))
     last = len(group.prompt_tokens) - 1
     return [(group, place) for place in sorted({round(i * last / (_MAX_PLACES - 1)) for i in range(_MAX_PLACES)})]
 
 
 def _tool_places(setup: KeelSubject) -> Iterator[tuple[Group, int]]:
-    """Places in the middle of what was said between two turns, one of a completion."""
+    """Positions in the middle of the text between two turns, one per completion."""
     for group in setup.groups if setup.multi_turn else ():
         for completion in group.completions:
             end = len(completion.action) - 1 - completion.action[::-1].index(True) if any(completion.action) else 0
@@ -121,11 +121,12 @@ def _unseen(
 
 
 def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds) -> float | None:
-    """How far training's scores move with changes of a token that they do not see.
+    """The largest change of training's scores if they ignore a change of this token.
 
-    Infinite where they see them, None where the model's own forward does not answer either. A token is the next one's
-    input, seen or not: those after that must answer. The model's own forward must answer by more than the rounding of a
-    probability or its logarithm to bfloat16: what a coarse pass loses tells nothing of its mask.
+    Infinity if the scores depend on it; None if the model's own forward does not depend on it either. Only scores after
+    the next token count, because a token is the next one's direct input in any case. The model's own forward must
+    change by more than the rounding of a probability or its logarithm to bfloat16, which a low-precision pass could not
+    show.
     """
     prompt, (first, *_) = group.prompt_tokens, group.completions
     inside, unit = place - len(prompt), torch.finfo(torch.bfloat16).eps
@@ -149,7 +150,7 @@ def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds
         replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions
     )
     constant = (before - setup.logp(setup.pack([replace(group, completions=rewritten)]))).abs()
-    where &= constant > thresholds["mask_seen"]  # a score that depends on no token sees nothing; nor does no number
+    where &= constant > thresholds["mask_seen"]  # scores that do not depend on any token are excluded, and so is NaN
     for other in changed:
         answers.append(largest((before - setup.logp(setup.pack([other])))[where]))
         if answers[-1] > thresholds["mask_seen"]:
@@ -170,7 +171,7 @@ def _others(setup: KeelSubject, token: int) -> list[int]:
 
 
 def _gradient(setup: KeelSubject) -> Iterator[Finding]:
-    """∂loss/∂logp of the configured objective, KL term included: zero wherever the token was not sampled."""
+    """∂loss/∂logp of the configured objective including the KL term. It must be 0 at tokens that were not sampled."""
     mask = setup.mask
     signs = torch.tensor([1.0 if i % 2 == 0 else -1.0 for i in range(len(mask))], device=mask.device)
     outside = loss_gradient(setup, signs, beta=setup.full_beta, log_ratio=-0.1)[~mask]
@@ -185,31 +186,31 @@ def _gradient(setup: KeelSubject) -> Iterator[Finding]:
 
 
 def foreign(setup: KeelSubject, thresholds: Thresholds) -> Tensor:
-    """`[N]` over the batch's action tokens: those that the policy did not draw (see `draws`)."""
+    """`[N]` bool over the batch's action tokens: those that the policy did not draw (see `draws`)."""
     if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
         zeros = drawn.sample_logp == 0
         silent = zeros & (logp < -thresholds["mask_silent"])
-        # an engine that reports zeros everywhere gives no log-probabilities at all: that is another fault
+        # zeros at all tokens mean that the engine reports no log-probabilities, which is another finding
         silent &= ~zeros.float().mean().gt(thresholds["foreign_silent_most"])
-        # nor are zeros of numbers that were rounded, or of draws at one place, more surprising than draws are
-        silent &= surprise_chance(drawn.where(zeros), setup.sampling) < thresholds["foreign_chance"]
+        # rounded values and tokens of greedy sampling may be 0 as well; they are consistent with the policy
+        silent &= nll_p_value(drawn.where(zeros), setup.sampling) < thresholds["foreign_chance"]
         runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
         if bool(runs.any()) and _shaped(setup, drawn, thresholds):
             runs = torch.zeros_like(runs)
         claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
         another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
-        # what a sampler says it drew, each token with a chance of its own, is another policy's
+        # varied reported log-probabilities mean that another policy sampled these tokens
         another = another or (len(claimed.unique()) > 1 and average(claimed) > thresholds["foreign_gap"])
         another = another or setup.shared.get("other prompt", False)
-        setup.of_batch["foreign"] = silent if another else silent | runs  # the sampler as a whole is another policy
+        setup.of_batch["foreign"] = silent if another else silent | runs  # then the sampler as a whole differs
     marked: Tensor = setup.of_batch["foreign"]
     return marked
 
 
 def _shaped(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> bool:
-    """Whether another way to draw explains all tokens, as blocked n-grams or a least length do."""
+    """Whether an alternative distribution explains all tokens, such as blocked n-grams or a minimum length."""
     plain = unfiltered(setup.sampling)
     likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
     if odds <= -math.log(thresholds["foreign_chance"]):
@@ -219,7 +220,7 @@ def _shaped(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> bool:
 
 
 def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Tokens marked as sampled that no sampling from the policy explains."""
+    """Tokens marked as sampled that the policy did not draw."""
     marked = foreign(setup, thresholds)
     if int(marked.sum()) < 2:
         return

@@ -1,141 +1,71 @@
-"""Gold answers that mean nothing to the policy: random weights, a format it does not know, answers of another kind.
+"""A policy that does not fit the gold answers: random weights, an unknown format, or another kind of answers.
 
-`figures` are the collection's: `gold_share` and `entropy_share` of blind guessing, and the `parse_rate`.
+`figures` come from the collection probe: `gold_share` and `entropy_share` relative to uniform guessing, and
+`parse_rate`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
-import torch
-
-from keel.base.types import Completion, Group
-from keel.doctor.evidence import between, chance_above, level, more_groups
+from keel.base.types import Group
+from keel.doctor.decide import by_mean
+from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.episodes import unfinished
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.stops import parsed_without_stop
+from keel.doctor.probes.truncation import parsed_without_stop
 from keel.doctor.thresholds import Thresholds
+from keel.envs.answers import last_number, plain_number
 
-USUAL = 0.7  # temperature
-LOOP = 3  # tokens that are the one before them
+NUMBERS = 0.05  # share of completions with the number of their own gold answer, beyond that of others
 LARGE = 64  # tokens of a vocabulary: of a handful most may be answers
-MEANT = 0.2  # geometric mean of the probabilities of tokens
 
 
 def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """Random weights are no better than blind guessing on the gold answers, and write nothing that can be read.
+    """Random weights do not beat uniform guessing on gold answers, and their completions cannot be parsed.
 
-    A trained model of high entropy still finds a gold answer far likelier than guessing does.
+    A trained model with high entropy still assigns gold answers a far higher probability.
     """
 
-    def blind(name: str) -> bool:  # no number is none
+    def blind(name: str) -> bool:  # NaN does not count as a figure
         return figures["gold_share"] > thresholds[name] and figures["entropy_share"] > thresholds[name]
 
     unread = figures["parse_rate"] < thresholds["parse_rate_misfit"] and vocabulary >= LARGE
     random = blind("entropy_uniform_share")
-    if not random and not (unread and blind("entropy_damaged_share")):
-        return
-    yield finding(
-        "output/random-weights",
-        f"entropy is {100 * figures['entropy_share']:.0f} % of ln({vocabulary}), and gold answers have "
-        f"{figures['gold_share']:.2f} times the surprise of blind guessing; {100 * figures['parse_rate']:.0f} % of "
-        "the completions parse",
-        "the weights are random or were not loaded: the model writes noise"
-        if random
-        else "the weights are damaged (merged, quantized or converted badly), or were hardly trained",
-        "load a trained checkpoint in model.name, or give the run a warmstart",
-        severity=None if random else "warning",
-    )
-
-
-def looping_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Completions that say one token over and over up to the limit, of a model that means it, and no gold answer does.
-
-    Drawn coldly or by a filter a sound model may be caught in a loop; else it gets out again.
-    """
-    ends = set(setup.policy.eos_ids)
-    golds = [turn for group in setup.groups for turn in gold_or_none(setup.run.task, group.problem) or ()]
-    encode = setup.policy.tokenizer.encode
-    if setup.sampling.temperature < USUAL or setup.sampling.filtered or not golds:
-        return
-    if any(loops(encode(gold, add_special_tokens=False)) for gold in golds):
-        return
-
-    def caught(completion: Completion) -> bool:  # what an engine drew beyond an end is none of the model's doing
-        own = [token for token, action in zip(completion.tokens, completion.action, strict=True) if action]
-        return completion.stop_reason == "length" and loops(own) and ends.isdisjoint(own)
-
-    def looping(groups: Sequence[Group]) -> list[float]:
-        return [fmean(map(caught, group.completions)) for group in groups]
-
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(looping(groups), thresholds["healthy_truncated"]) > level(thresholds)
-
-    def doubtful(groups: Sequence[Group]) -> bool:
-        return fmean(looping(groups)) > thresholds["truncated_completions"] and by_chance(groups)
-
-    groups = more_groups(setup, "output/truncated", doubtful)
-    if fmean(looping(groups)) <= thresholds["truncated_completions"] or by_chance(groups) or not _meant(setup, caught):
-        return
-    shown = next(c.text for group in groups for c in group.completions if caught(c))
-    yield finding(
-        "output/random-weights",
-        f"{between(looping(groups))} of the completions of {len(groups)} problems say one token over and over up to "
-        f"the limit, such as {shown[-40:]!r}, and are likely by the model's own probabilities",
-        "the weights are damaged (pruned, quantized, merged, converted badly, scaled otherwise), or the model was "
-        "hardly trained: it is caught in loops",
-        "load the checkpoint as it was published, in 16 or 32 bits, and compare what it writes there",
-    )
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether over half of the tokens, and some at least, are the one before them."""
-    again = sum(token == before for before, token in pairwise(tokens))
-    return again >= LOOP and 2 * again >= len(tokens)
-
-
-def _meant(setup: KeelSubject, caught: Callable[[Completion], bool]) -> bool:
-    """Whether the model finds the tokens of its loops likely, so that no engine has made them."""
-    values = list[float]()
-    completions = setup.batch.completions
-    for i, logits in setup.each_logits():
-        if caught(completions[i]):
-            tokens = torch.tensor(completions[i].tokens, device=logits.device)[:, None]
-            values.append(float(logits.log_softmax(-1).gather(-1, tokens).mean()))
-    return bool(values) and fmean(values) > math.log(MEANT)
+    if random or (unread and blind("entropy_damaged_share")):
+        yield finding(
+            "output/random-weights",
+            _read(figures),
+            "the weights are random or were not loaded: the model writes noise"
+            if random
+            else "the weights are damaged (merged, quantized or converted badly), or were hardly trained",
+            "load a trained checkpoint in model.name, or give the run a warmstart",
+            severity=None if random else "warning",
+        )
 
 
 def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A model that is sure of what it writes, cannot be read, and finds gold answers no likelier than guessing does.
+    """A confident model whose completions cannot be parsed and that does not beat uniform guessing on gold answers.
 
-    Episodes that were on their way to an answer say nothing of its form, nor do turns that a stop text cuts; and who
-    calls a tool in the way that the prompt asks for knows the prompt.
+    Excluded: episodes that had not reached an answer, turns cut by a stop text, and completions that call tools as the
+    prompt asks, which show that the model understands the prompt.
     """
-    limit = thresholds["entropy_uniform_share"]
-    shares = [fmean(ended) for group in setup.groups if (ended := unfinished(setup, group))]
-    if fmean(shares or [0.0]) > thresholds["truncated_completions"]:
+    if not _sure_and_blind(figures, thresholds) or figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
         return
+    open_ended = [fmean(ended) for group in setup.groups if (ended := unfinished(setup, group))] or [0.0]
     called = fmean(float(c.counts.get("tool/calls", 0.0) > 0) for group in setup.groups for c in group.completions)
-    if called > thresholds["truncated_completions"]:
+    if max(fmean(open_ended), called) > thresholds["truncated_completions"]:
         return
     if "another template" in setup.shared or parsed_without_stop(setup, thresholds) is not None:
-        return  # which has its finding
-    if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
-        return
-    if figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
-        return  # it answers in the right form, only wrongly
+        return  # both are reported by other findings
     yield finding(
         "prompt/format",
-        f"gold answers have {figures['gold_share']:.2f} times the surprise of blind guessing and "
-        f"{100 * figures['parse_rate']:.0f} % of the completions parse, although the model is sure of what it "
-        f"writes (entropy {100 * figures['entropy_share']:.0f} % of uniform)",
-        "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many "
-        "or too few, token ids of another vocabulary",
+        _read(figures),
+        "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many or "
+        "too few, token ids of another vocabulary",
         "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
         "prompt), and load the tokenizer that belongs to model.name",
     )
@@ -144,18 +74,15 @@ def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds
 def foreign_findings(
     setup: KeelSubject, figures: Mapping[str, float], paid: Sequence[float], thresholds: Thresholds
 ) -> Iterator[Finding]:
-    """A model that is sure and writes what can be read, and to which gold answers are no answers at all.
+    """A confident model whose completions can be parsed, while gold answers are no more likely than random tokens.
 
-    `paid` is what gold answers earn. Where a model only lacks the skill, right answers are still likelier than tokens
-    that are drawn blindly; where only its form is another one, some of its completions earn. Answers that a task
-    computes are no other column's: they may be out of reach, which the groups show.
+    `paid` are the rewards of gold answers. If the model only lacks skill, right answers are still more likely than
+    random tokens. If only its format differs, some completions earn a reward. Answers that the task computes cannot
+    come from a wrong column, but they may be too hard, which the groups show.
     """
-    if setup.config.data.path is None:
+    if setup.config.data.path is None or setup.failures or setup.run.task.multi_turn or not paid:
         return
-    limit = thresholds["entropy_uniform_share"]
-    if setup.failures or setup.run.task.multi_turn or "another template" in setup.shared or not paid:
-        return
-    if figures["entropy_share"] > limit or not figures["gold_share"] > limit:
+    if "another template" in setup.shared or not _sure_and_blind(figures, thresholds):
         return
     best = max(reward.total for group in setup.groups for reward in group.rewards)
     if figures["parse_rate"] < thresholds["parse_rate_misfit"] or not best < min(paid) / 2:
@@ -163,11 +90,70 @@ def foreign_findings(
     examples = ", ".join(repr(str(group.problem.answer)[:20]) for group in setup.groups[:3])
     yield finding(
         "data/misaligned",
-        f"gold answers ({examples}, …) have {figures['gold_share']:.2f} times the surprise of blind guessing, although "
-        f"the model is sure of what it writes (entropy {100 * figures['entropy_share']:.0f} % of uniform) and "
-        f"{100 * figures['parse_rate']:.0f} % of it can be read; the best completion earns {best:.3g}, and a gold "
-        f"answer {min(paid):.3g}",
+        f"{_read(figures)}; gold answers are {examples}, …; the best completion earns {best:.3g}, and a gold answer "
+        f"{min(paid):.3g}",
         "what is read as the answers is something else, such as another column of the data, or the model was taught "
         "another task",
         "read some rows, question beside answer; check data.columns",
+    )
+
+
+def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
+    """Completions with the number of their own gold answer, more than have another's; none earns half as much."""
+    if setup.failures or setup.run.task.multi_turn or not paid:
+        return
+
+    def best(groups: Sequence[Group]) -> float:
+        return max(reward.total for group in groups for reward in group.rewards)
+
+    def unpaid(groups: Sequence[Group]) -> list[float]:
+        """How much oftener a problem's number is written than those of others; empty where one is paid."""
+        return _gains(setup, groups) if best(groups) < min(paid) / 2 else []
+
+    def by_chance(gains: Sequence[float]) -> bool:
+        return len(gains) < 2 or fmean(gains) <= NUMBERS or by_mean(gains) > level(thresholds)
+
+    def undecided(groups: Sequence[Group]) -> bool:
+        return fmean(gains := unpaid(groups) or [0.0]) > NUMBERS and by_chance(gains)
+
+    groups = more_groups(setup, "reward/gold", undecided)
+    if by_chance(gains := unpaid(groups)):
+        return
+    yield finding(
+        "reward/gold",
+        f"{100 * fmean(gains):.0f} % of the completions to {len(gains)} problems have the number of their gold answer, "
+        f"beyond those that have another's (chance {by_mean(gains):.1g}); the best earns {best(groups):.3g}, a gold "
+        f"answer {min(paid):.3g}",
+        "the reward compares texts, and gold answers have a form that completions do not have",
+        "write the answers of the data as completions write them, compare values (task.answer, or a reward of your "
+        "own), or ask for that form in the prompt (data.system_prompt)",
+    )
+
+
+def _gains(setup: KeelSubject, groups: Sequence[Group]) -> list[float]:
+    """Of each problem the share of completions whose last number is its gold answer's, less that of other problems'."""
+
+    def number(text: str) -> str | None:
+        return plain_number(last_number(text) or "")
+
+    golds = [number((gold_or_none(setup.run.task, group.problem) or [""])[-1]) for group in groups]
+    gains = []
+    for own, group in zip(golds, groups, strict=True):
+        pairs = zip(group.completions, group.rewards, strict=True)
+        said = [number(completion.text) if reward.parsed else None for completion, reward in pairs]
+        others = [fmean(n == gold for n in said) for gold in golds if gold not in (own, None)]
+        if own is not None and others:
+            gains.append(fmean(n == own for n in said) - fmean(others))
+    return gains
+
+
+def _sure_and_blind(figures: Mapping[str, float], thresholds: Thresholds) -> bool:
+    limit = thresholds["entropy_uniform_share"]
+    return figures["entropy_share"] <= limit and figures["gold_share"] > limit
+
+
+def _read(figures: Mapping[str, float]) -> str:
+    return (
+        f"gold answers have {figures['gold_share']:.2f} times the NLL of uniform guessing, the model's entropy is "
+        f"{100 * figures['entropy_share']:.0f} % of uniform, and {100 * figures['parse_rate']:.0f} % of its texts parse"
     )

@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from statistics import fmean
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from keel.base.types import Group
-from keel.doctor.evidence import chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.damaged import damaged_weights
-from keel.doctor.probes.gold_likelihood import Gold, gold_or_none, golds, read_golds
-from keel.doctor.probes.initial import untrained_weights
+from keel.doctor.probes.gold_likelihood import Gold, golds, read_golds
 from keel.doctor.rendering import messages_of, tokenizer_finding, word_by_word, words
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
+from keel.models.head import causal_lm
 
 _RELABELLINGS = 200
 _TEXTS = 8
-_BLANKS = (" ", "\u0120", "\u2581")  # as it is, and as byte-level and sentence-piece vocabularies write it
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
+_NEAR = 4.0  # standard errors
+_TRAINED = 0.2  # |ln(std / initial std)| of a typical trained matrix
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
 
 
 def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Weights that were not loaded, a tokenizer of another model, an end that nobody stops at."""
+    """Weights that were not loaded, a tokenizer of another model, an end token that does not stop generation."""
     chosen = golds(setup)
-    missing = [*_missing(setup, thresholds)]
     tokenizer = (
         [*_round_trip(setup, thresholds)]
         or [*_relabelled(setup, chosen, thresholds)]
         or [*_beyond(setup, chosen, thresholds)]
     )
-    findings = [
-        *missing,
-        *tokenizer,
-        *_end(setup, chosen, thresholds),
-    ]
-    return Outcome("model", tuple(findings))
+    return Outcome("model", (*_missing(setup), *tokenizer, *_end(setup, chosen, thresholds)))
 
 
-def _missing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The loader's own list where it has one; else weights that look as if nobody had trained them."""
+def _missing(setup: KeelSubject) -> Iterator[Finding]:
+    """Missing weights from the loader's lists, or else weights that cannot result from training."""
     policy = setup.policy
     cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
     advice = "load the checkpoint with the class it was saved from, and check the names in its files (model.name)"
@@ -75,37 +65,140 @@ def _missing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
             "load the checkpoint with the config.json that it was saved with (num_hidden_layers, attention_bias)",
         )
         return
-    if damage := damaged_weights(setup):
+    if damage := _rows_alike(setup) or damaged_weights(setup):
         yield finding(
             "model/missing-weights",
             *damage,
             "take the weights as they were published, and train rows of new tokens before they are asked for",
         )
-        return
-    names, chance = untrained_weights(setup, thresholds["travel_chance"])
-    if names:
-        yield finding(
-            "model/missing-weights",
-            f"{len(names)} weights have the statistics of a fresh initialisation, and other random numbers in their "
-            f"place serve as well (chance {chance:.1g}), while the others are trained: {', '.join(names[:3])}",
-            cause,
-            advice,
-        )
+    elif fresh := _fresh_layers(setup):
+        yield finding("model/missing-weights", fresh, cause, advice)
 
 
 def unread(model: torch.nn.Module, unexpected: Sequence[str]) -> list[str]:
-    """Weights that only the checkpoint has and that are of the model's own kind.
+    """Weights that are in the checkpoint only and belong to the model.
 
-    Those are weights of a further layer, whose names differ from the model's by a number alone, and further weights of
-    a module that has some, such as a bias. A head for another purpose, or a buffer of an old version, is neither.
+    These are weights of further layers, whose names differ by a number only, and further weights of an existing module,
+    such as a bias. Heads for another task and buffers of old versions are excluded.
     """
     names = [_WRAPPED.sub("", name) for name, _ in model.named_parameters()]
     kinds, modules = {_NUMBER.sub("#", name) for name in names}, {name.rpartition(".")[0] for name in names}
     return [name for name in unexpected if _NUMBER.sub("#", name) in kinds or name.rpartition(".")[0] in modules]
 
 
+def _fresh_layers(setup: KeelSubject) -> str | None:
+    """Evidence that some layers are as before training: constant norms and biases, matrices of the initial std."""
+    model: Any = causal_lm(setup.policy.model)
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    std, depth = (getattr(config, name, None) for name in ("initializer_range", "num_hidden_layers"))
+    layers: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if (number := _NUMBER.search(name)) and parameter.is_floating_point() and ".lora_" not in name:
+            layers.setdefault(name[: number.end()], []).append(parameter.detach())
+
+    def off(matrix: Tensor) -> float:
+        """How far its standard deviation is from an initial one, in ln; the last is torch's own."""
+        initial = (std or 0.02, (std or 0.02) / math.sqrt(2 * (depth or 1)), 1 / math.sqrt(3 * matrix.shape[1]))
+        own = max(float(matrix.float().std()), 1e-12)
+        return min(abs(math.log(own / each)) for each in initial)
+
+    constant = {name: [bool((w == w[:1]).all()) for w in rows if w.dim() == 1] for name, rows in layers.items()}
+    matrices = {name: [w for w in rows if w.dim() == 2] for name, rows in layers.items()}
+    fresh = [
+        name
+        for name, rows in matrices.items()
+        if constant[name] and all(constant[name]) and all(off(w) < _NEAR / math.sqrt(2 * w.numel()) for w in rows)
+    ]
+    if not 0 < len(fresh) <= len(layers) / 2:
+        return None
+    trained = [off(w) for name, rows in matrices.items() if name not in fresh for w in rows]
+    if not trained or median(trained) < _TRAINED:
+        return None
+    return (
+        f"all weights of {len(fresh)} of {len(layers)} layers have the statistics of a fresh initialisation, while the "
+        f"others are trained: {', '.join(fresh[:3])}"
+    )
+
+
+ALIKE = 3  # tokens with one row between them
+
+
+def _rows_alike(setup: KeelSubject) -> tuple[str, str] | None:
+    """Evidence and cause for tokens of prompts and answers with equal embeddings; added tokens may be untrained."""
+    tokenizer: Any = setup.policy.tokenizer
+    added = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
+    used = sorted({token for gold in golds(setup) for token in (*gold.prompt, *gold.answer)} - added)
+    embeddings = causal_lm(setup.policy.model).get_input_embeddings()
+    if not used or not isinstance(embeddings, torch.nn.Embedding):
+        return None
+    rows = embeddings.weight.detach()[torch.tensor(used, device=embeddings.weight.device)]
+    _, which, counts = torch.unique(rows, dim=0, return_inverse=True, return_counts=True)
+    if int(counts.max()) < ALIKE:
+        return None
+    same = [token for token, row in zip(used, which.tolist(), strict=True) if row == int(counts.argmax())]
+    names = ", ".join(repr(tokenizer.decode([token])) for token in same[:4])
+    return (
+        f"{len(same)} of {len(used)} tokens of prompts and gold answers have one and the same row of the embeddings, "
+        f"such as {names}",
+        "rows were lost or filled up where the vocabulary was resized or merged: the model cannot tell these tokens "
+        "apart",
+    )
+
+
+VALUES = 8  # distinct values in a matrix of three bits
+LOOKED_AT = 4096  # entries of a matrix that are examined
+
+
+class _Damage(NamedTuple):
+    """A property of matrix entries: the largest usual share, and the cause if most matrices exceed it."""
+
+    share: Callable[[Tensor], float]
+    most: float
+    evidence: str
+    cause: str
+
+
+DAMAGE = (
+    _Damage(
+        lambda row: float(1 < len(row.unique()) <= VALUES),
+        0.5,
+        f"have {VALUES} different values at most",
+        "the weights were rounded to a few bits and read back as they were left",
+    ),
+    _Damage(
+        lambda row: float((row.abs() == row.abs().max()).float().mean()),
+        0.05,
+        "are at the largest value of their matrix",
+        "the range of a cast was too small and cut the weights off",
+    ),
+    _Damage(
+        lambda row: float((row == 0).float().mean()),
+        0.8,  # usual pruning removes half
+        "are zero",
+        "the checkpoint was pruned, or lost its shards",
+    ),
+)
+
+
+def damaged_weights(setup: KeelSubject) -> tuple[str, str] | None:
+    """Evidence and cause for damaged weights. One constant matrix may be a new layer. Adapters start at zero."""
+    named = causal_lm(setup.policy.model).named_parameters()
+    matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
+    flat = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2 and bool(p.any())]
+    # random positions, since a fixed stride could hit the same column of every row
+    seed = torch.Generator().manual_seed(0)
+    rows = [row[torch.randint(len(row), (LOOKED_AT,), generator=seed).to(row.device)] for row in flat]
+    for damage in DAMAGE:
+        over = [share for share in map(damage.share, rows) if share > damage.most]
+        if len(over) > len(rows) / 2:
+            evidence = f"{100 * fmean(over):.0f} % of the entries of {len(over)} of {len(rows)} matrices"
+            return f"{evidence} {damage.evidence}", f"{damage.cause}: most of what was trained is lost"
+    return None
+
+
 def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Texts of problems must come back from their tokens, and gold answers must earn as much when they do."""
+    """Texts of the problems must survive encoding and decoding."""
     task, tokenizer = setup.run.task, setup.policy.tokenizer
     problems = task.sample(_TEXTS, seed=setup.config.run.seed, step=0)
     texts = [m["content"] for p in problems for m in messages_of(p) if m["role"] != "assistant"]
@@ -118,92 +211,25 @@ def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]
             f"{100 * share:.0f} % of the words of {len(texts)} texts do not come back from their tokens: "
             f"{text[:50]!r} becomes {back[:50]!r}"
         )
-        return
-    if (together := run_together(tokenizer, texts)) and writes_blanks(setup, thresholds):
-        yield tokenizer_finding(together)
-        return
-    options = setup.config.reward
-    if task.prompts_only or task.multi_turn or options.aggregate != "sum" or options.shuffle is not None:
-        return
-    worse = []
-    answered = [(problem, turns[-1]) for problem in problems[:4] if (turns := gold_or_none(task, problem))]
-    for problem, gold in answered:
-        back = _back(tokenizer, gold)
-        seen = _visible(gold) != _visible(back)  # else it is the data that hold what nobody can write
-        judged = [setup.built.judge.judge(problem, [[text]]) for text in (gold, back) if seen]
-        earned = [rewards[0].total for rewards in judged if rewards]
-        if len(earned) == 2 and earned[1] < earned[0]:
-            worse.append((gold, back))
-    setup.built.judge.drain()
-    if worse:
-        gold, back = worse[0]
-        found = tokenizer_finding(
-            f"{len(worse)} of {len(answered)} gold answers earn less once they were tokens: {gold[:50]!r} becomes "
-            f"{back[:50]!r}"
-        )
-        # many tokenizers drop or add spaces: a reward that minds them may be the one at fault
-        spaces = all("".join(gold.split()) == "".join(back.split()) for gold, back in worse)
-        yield replace(found, severity="warning") if spaces else found
-
-
-def run_together(tokenizer: Any, texts: Sequence[str]) -> str | None:
-    """Evidence that words lose what parts them: texts have the tokens that they have without blanks."""
-    parted = [text for text in dict.fromkeys(texts) if " " in text.strip()]
-    if not parted or any(_ids(tokenizer, text) != _ids(tokenizer, text.replace(" ", "")) for text in parted):
-        return None
-    return (
-        f"{len(parted)} texts have the tokens that they have without blanks, although the model writes blanks: "
-        f"{parted[0][:50]!r} becomes {_back(tokenizer, parted[0])[:50]!r}"
-    )
-
-
-def writes_blanks(setup: KeelSubject, thresholds: Thresholds) -> bool:
-    """Whether completions hold blanks beyond chance, and not by noise: a model that was trained without writes none."""
-    tokenizer = setup.policy.tokenizer
-    blanks = {i for token, i in tokenizer.get_vocab().items() if token[:1] in _BLANKS} - set(tokenizer.all_special_ids)
-
-    def held(groups: Sequence[Group]) -> list[float]:
-        return [fmean(not blanks.isdisjoint(c.tokens) for c in group.completions) for group in groups]
-
-    def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(held(groups), thresholds["blanks_written"]) > level(thresholds)
-
-    groups = more_groups(setup, "model/tokenizer", lambda groups: any(held(groups)) and by_chance(groups))
-    if by_chance(groups) or not golds(setup):
-        return False
-    return read_golds(setup).entropy <= thresholds["entropy_uniform_share"] * math.log(setup.vocabulary)
-
-
-def _visible(text: str) -> str:
-    """Without signs that leave no trace on a page, such as a joiner or the mark of a file's byte order."""
-    return "".join(sign for sign in text if unicodedata.category(sign) != "Cf")
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _back(tokenizer: Any, text: str) -> str:
-    return str(tokenizer.decode(_ids(tokenizer, text), skip_special_tokens=True))
 
 
 def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
-    """Where gold answers surprise a sure model: it must write their tokens more often than tokens drawn at random.
+    """If a confident model has a high NLL on gold answers, it must still favour their tokens over random ones.
 
-    A permutation test of its mean distribution over gold texts: a model that does not know the task or the template
-    still knows its alphabet.
+    A permutation test of its mean distribution over gold texts. A model that does not know the task or the template
+    still knows the language.
     """
     uniform = math.log(setup.vocabulary)
-    if not chosen or -fmean(read_golds(setup).logp) < thresholds["gold_surprise"] * uniform:
+    if not chosen or -fmean(read_golds(setup).logp) < thresholds["gold_nll"] * uniform:
         return
     entropy, written = read_golds(setup).entropy, read_golds(setup).written.log()
     if entropy > thresholds["entropy_uniform_share"] * uniform:
-        return  # random weights: another finding
+        return  # reported as random weights
     texts = ([t for gold in chosen for t in gold.answer], [t for gold in chosen for t in gold.prompt])
     tests = [_among_random(setup, written, tokens) for tokens in texts]
     own, others, chance = min(tests, key=lambda test: test[-1])
     if not thresholds["relabelled_chance"] < chance < 1 - thresholds["relabelled_chance"]:
-        return  # it knows their alphabet, or has learned to write others: tokens at random are neither
+        return  # trained tokens are clearly more or less likely than random ones; relabelled ones are not
     yield tokenizer_finding(
         f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
         f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "
@@ -212,7 +238,7 @@ def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Threshol
 
 
 def _among_random(setup: KeelSubject, written: Tensor, tokens: Sequence[int]) -> tuple[float, float, float]:
-    """The mean of `written` over ordinary tokens, over others in their place, and how often those have as much."""
+    """The mean log-probability of `tokens`, that of random other tokens, and the permutation p-value."""
     special = set(setup.policy.tokenizer.all_special_ids)
     ordinary = [token for token in range(min(len(written), len(setup.policy.tokenizer))) if token not in special]
     place = {token: i for i, token in enumerate(ordinary)}
@@ -228,7 +254,7 @@ def _among_random(setup: KeelSubject, written: Tensor, tokens: Sequence[int]) ->
 
 
 def _beyond(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
-    """What the model writes that is no token of the tokenizer's, although it is sure of what it writes."""
+    """The probability mass that a confident model gives to ids outside of the tokenizer."""
     if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
         return
     written, size = read_golds(setup).written, len(setup.policy.tokenizer)
@@ -241,7 +267,7 @@ def _beyond(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) 
 
 
 def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
-    """What the model puts after gold answers, against the tokens that end a completion."""
+    """The model's next tokens after gold answers, against the configured end tokens."""
     tokenizer, ends = setup.policy.tokenizer, setup.policy.eos_ids
     if not chosen:
         return
@@ -267,7 +293,7 @@ def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> 
             yield _end_token(
                 f"{stopped} of {len(turns)} turns end at {names[token]}, which is no special token, and after gold "
                 f"answers the model writes it with probability {float(after[token]):.2g}",
-                "an ordinary token ends completions in the middle of what the model has to say",
+                "an ordinary token ends completions before the model's answer does",
             )
             return
 

@@ -1,4 +1,4 @@
-"""The engine's noise: the same for the same seed and step, another for every other step and sample."""
+"""The engine's noise: equal for equal seeds and steps, different for other steps and samples."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 
-NOISE_STEP = 1_000_003  # a step that no run reaches: other noise than training's first steps
-_EITHER, _ORDERS = 0.05, 400  # chance above which copies are the same across steps, and orders that tell it
-_ALIGNED = 0.01  # chance above which equal completions of two steps need not be of one number
-_DOUBT = 3.0  # nats: copies by chance once in twenty
-_LEAST = -2.3  # nats a token: tokens that no draw explains are another fault, and few of them must not decide
-_SURE = 0.5  # nats: below it a model repeats itself by its own choice, and more groups that do would not tell
+NOISE_STEP = 1_000_003  # a step that no run reaches, so that its noise differs from that of training
+# p-value above which copies are as frequent across steps as within, and number of permutations
+_EITHER, _ORDERS = 0.05, 400
+_ALIGNED = 0.01  # p-value above which equal completions of two steps need not have the same sample number
+_DOUBT = 3.0  # nats of evidence for copies, which chance exceeds once in twenty
+_LEAST = -2.3  # lower bound of log p per token, so that a few foreign tokens do not dominate
+_SURE = 0.5  # nats of evidence; below it, the policy itself repeats completions and further groups would not help
 
 
 def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Equal seeds must draw alike; other steps and other completions no more often than the policy repeats itself.
+    """Equal seeds must give equal samples. Other steps and samples must not repeat more often than the policy itself.
 
-    Nor more often than in another step: a sampler that is surer repeats itself, too.
+    Repeats must not be more frequent within a step than across steps either, since a sampler may be more confident than
+    the policy.
     """
     problems = [group.problem for group in setup.groups]
     same, other = setup.collect(problems), setup.collect(problems, step=NOISE_STEP)
@@ -53,7 +55,7 @@ def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findi
     odds, _ = copies(setup, groups)
     if odds > enough:
         if _chance_of_copies(setup, groups) > _EITHER:
-            return  # a sampler that is surer, or draws otherwise, repeats itself in any step
+            return  # a sampler with another distribution repeats itself across steps as well
         yield finding(
             "sampler/noise",
             f"completions of {len(groups)} groups are copies of each other: by the policy's own chance of repeating "
@@ -72,10 +74,10 @@ def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findi
 
 
 def chance_aligned(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> float:
-    """The chance of so many completions that equal the one of their own number in another step.
+    """The p-value of the number of completions that equal the one with their sample number in another step.
 
-    Completions of the other step change places: noise that is the same gives equal ones at equal places, a sampler that
-    is surer than the policy gives them anywhere.
+    A permutation test over the other step's completions. Shared noise gives equal completions at equal sample numbers;
+    a confident sampler gives them at any numbers.
     """
     random = Random(0)
 
@@ -88,17 +90,17 @@ def chance_aligned(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]
 
 
 def _chance_of_copies(setup: KeelSubject, groups: Sequence[Group]) -> float:
-    """The same for groups of some step and their problems in another."""
+    """The p-value of copies within these groups, against those of the same problems in another step."""
     own = list({group.problem.key: group for group in groups}.values())
     other = setup.collect([group.problem for group in own], step=NOISE_STEP)
     return chance_within(list(zip(_tokens(own), _tokens(other), strict=True)))
 
 
 def chance_within(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]) -> float:
-    """The chance of so many equal completions within a step, where those of another step are drawn like them.
+    """The p-value of the number of equal completions within a step, against those of another step.
 
-    Completions of one problem change places between its two steps: with one way to draw, whatever it is, all orders
-    are as likely. A sampler that is surer than the policy writes equal ones within steps and across them.
+    A permutation test: the completions of a problem are exchanged between its two steps. A sampler that is more
+    confident than the policy produces equal completions within steps and across them.
     """
     pooled = [(len(own), [*own, *other]) for own, other in steps if len({*own, *other}) > 1]
     seen, random = _equal_within(pooled), Random(0)
@@ -107,13 +109,13 @@ def chance_within(steps: Sequence[tuple[Sequence[Hashable], Sequence[Hashable]]]
 
 
 def _equal_within(pooled: Iterable[tuple[int, Sequence[Hashable]]]) -> int:
-    """Pairs of equal completions on the same side, the first so many or the others."""
+    """The number of pairs of equal completions within the first `count` completions and within the others."""
     sides = (side for count, tokens in pooled for side in (tokens[:count], tokens[count:]))
     return sum(number * (number - 1) // 2 for side in sides for number in Counter(side).values())
 
 
 def repeated_steps(setup: KeelSubject, groups: Sequence[Group], other: Sequence[Group]) -> float:
-    """Evidence in nats that a step repeats the completions of another, sample by sample."""
+    """Log evidence ratio, in nats, that a step repeats the completions of another, sample by sample."""
     total = 0.0
     scored = _logp(setup, groups) if groups else []
     for first, second, logp in zip(groups, other, scored, strict=True):
@@ -126,9 +128,9 @@ def repeated_steps(setup: KeelSubject, groups: Sequence[Group], other: Sequence[
 
 
 def copies(setup: KeelSubject, groups: Sequence[Group]) -> tuple[float, float]:
-    """Evidence in nats that completions of a group repeat each other more often than the policy's draws do.
+    """Log evidence ratio, in nats, of copies within groups; second, that of the best pattern alone.
 
-    Any of them in some groups, or in all groups the same ones; second, that of the likeliest such pattern alone.
+    It covers copies in some groups, and one pattern of copies in all groups.
     """
     every, total = [*zip(_tokens(groups), _logp(setup, groups), strict=True)], 0.0
     for tokens, logp in every:
@@ -143,7 +145,7 @@ def _tokens(groups: Sequence[Group]) -> list[list[tuple[int, ...]]]:
 
 
 def _logp(setup: KeelSubject, groups: Sequence[Group]) -> list[list[float]]:
-    """Log-probability of each completion of each group: tokens that were not looked at count as certain."""
+    """Log-probability of each completion of each group. Tokens that were not scored count as certain."""
     drawn = batch_draws(setup) if tuple(groups) == setup.groups else draws(setup, groups)
     sums = [0.0] * sum(len(group.completions) for group in groups)
     for row, value in zip(drawn.row.tolist(), drawn.logp(setup.sampling).clamp_min(_LEAST).tolist(), strict=True):

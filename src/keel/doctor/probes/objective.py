@@ -1,4 +1,4 @@
-"""The objective: does the loss push each sampled token the way of its advantage, and does β stay a coefficient?"""
+"""The objective: whether the loss moves each token in the direction of its advantage, and whether β is valid."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from keel.losses import LossOptions, objective
 from keel.losses.recipes import get_loss
 from keel.losses.reductions import get_reduction
 
-ROWS = 0.1  # of a batch
-LENGTHS = (7, 4, 5, 3)  # of made-up completions, in two groups
-COMMON, RARER = -1.0, 4.0  # log-probability of all their tokens; nats by which they are rarer then, for both policies
-STEP = 0.05  # nats by which one token's old log-probability is moved, within every clip range of tokens
-ROUNDING = 1e-4  # of a push
-ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs, and sizes that differ: one after the other over the completions
+ROWS = 0.1  # share of the batch's completions
+LENGTHS = (7, 4, 5, 3)  # lengths of synthetic completions, in two groups
+# log-probability of all tokens under both policies, and the nats by which it is lowered in the second test
+COMMON, RARER = -1.0, 4.0
+STEP = 0.05  # change of one token's old log-probability in nats, within every clip range of tokens
+ROUNDING = 1e-4  # differences below this share of the largest gradient are rounding
+ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs and different sizes, repeated over the completions
 
 
 def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on made-up series of KL."""
+    """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on simulated KL values."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(setup, advantage)
     reduction = get_reduction(get_loss(setup.run.loss.loss_type).reduction)
     weights = token_weights(mask, reduction, setup.loss_length)
     figures: dict[str, float] = {}
-    against = loss_gradient(setup, -advantage)  # rows that are left out for their advantage are not left out here
+    against = loss_gradient(setup, -advantage)  # shows whether rows without gradient get one for the opposite advantage
     pushes = [*_pushes(setup, gradient, against, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
     if not pushes or pushes[0].severity == "note":
         pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
@@ -59,8 +60,8 @@ def loss_gradient(
 ) -> Tensor:
     """∂loss/∂logp `[B, T]` of the configured objective, or of another `loss`.
 
-    `log_ratio` is that of the reference over the policy, the same for every token, `step` that of the policy over the
-    one that sampled.
+    `log_ratio` is the log-ratio of reference over policy, equal for all tokens. `step` is the log-ratio of policy over
+    sampling policy.
     """
     if "logp" not in setup.of_batch:
         setup.of_batch["logp"] = setup.logp()
@@ -97,10 +98,10 @@ def _pushes(
     figures: dict[str, float],
     thresholds: Thresholds,
 ) -> Iterator[Finding]:
-    """Each token's push −∂loss/∂logp over A × weight: 1 wherever the loss is what it says."""
+    """Check −∂loss/∂logp over A × weight for each token, which is 1 for an exact policy gradient."""
     mask = setup.mask
     if not bool(gradient[mask].isfinite().all()):
-        return  # a loss that is not finite is named by the update
+        return  # the update probe reports a non-finite loss
     push = (-gradient[mask].double() / (advantage[mask] * weights[mask]).double()).nan_to_num(0.0)
     up = advantage[mask] > 0
     alive = push != 0
@@ -127,11 +128,10 @@ def _pushes(
             f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
             "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
         )
-    elif where := left_out(mask, alive) or _rows_left_out(setup, alive | (against[mask] != 0)):
+    elif where := left_out(setup, alive | (against[mask] != 0)):
         yield finding(
             "loss/no-gradient",
-            f"∂loss/∂logp is zero on {where}, {float((~alive).double().mean()):.0%} of the sampled tokens, at ratio 1 "
-            "and β = 0, and on no other token",
+            f"∂loss/∂logp is zero on {where}, at ratio 1 and β = 0, whatever the advantage",
             f"{loss_name} cuts the batch: what is written there is sampled, earns and is never trained",
             "let the loss cover every row and token of the mask that it is given (lengths from the mask, no constant)",
         )
@@ -145,20 +145,23 @@ def _pushes(
         )
     elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
         spread = f"{float(push.min()):.3g} to {float(push.max()):.3g}"
-        by = weighed_by(mask, push, thresholds)
+        by = weighed_by(mask, push, advantage[mask], thresholds)
         yield finding(
             "loss/scale",
             f"∂loss/∂logp over −A × the reduction's weight goes from {spread} over the tokens"
             + (f": it {by}" if by else ""),
             f"{loss_name} weighs tokens or advantages in a way of its own"
-            + (", as where what should be a mean over a completion is a sum, or the other way round" if by else ""),
+            + (", as where a mean is taken for a sum, or advantages are normalized twice" if by else ""),
             either("return the loss of each token, with its own ratio" if by else "", "nothing, if that is meant"),
             severity="warning" if by else "note",
         )
 
 
-def weighed_by(mask: Tensor, push: Tensor, thresholds: Thresholds) -> str:
-    """What a token's weight depends on, where that is all: its completion's length, or its place; "" if neither."""
+def weighed_by(mask: Tensor, push: Tensor, advantage: Tensor, thresholds: Thresholds) -> str:
+    """What the weight of a token depends on, as text: advantage, length or position; "" if none explains it fully.
+
+    Advantages of either sign may have different weights.
+    """
     row, column = mask.nonzero().unbind(-1)
     begins, ends = mask.int().argmax(-1), mask.shape[1] - 1 - mask.flip(-1).int().argmax(-1)
     lengths = mask.sum(-1)[row]
@@ -172,54 +175,38 @@ def weighed_by(mask: Tensor, push: Tensor, thresholds: Thresholds) -> str:
         if len(means) > 2 and steady and all(_even(part, thresholds) for part in values):
             far = max(means) > thresholds["loss_factor"] * min(means)
             return f"is decided by {way}" if far else ""
-    return ""
+    alike = [push[advantage == value] for value in advantage.unique()]
+    signs = [push[sign] for sign in (advantage > 0, advantage < 0) if bool(sign.any())]
+    by_size = all(_even(part, thresholds) for part in alike) and not all(_even(part, thresholds) for part in signs)
+    return "depends on the size of the advantage" if by_size else ""
 
 
 def _even(values: Tensor, thresholds: Thresholds) -> bool:
     return float(values.max() - values.min()) <= thresholds["loss_uneven"] * float(values.abs().max())
 
 
-def left_out(mask: Tensor, alive: Tensor) -> str:
-    """Which tokens of every completion have no gradient, as text, where their place decides it; `alive` is `mask`'s."""
-    rows = [alive[mask.nonzero()[:, 0] == row].tolist() for row in range(len(mask))]
-    rows = [row for row in rows if row]
-    if all(all(row) for row in rows):
-        return ""
-    for end, ordered in (("first", rows), ("last", [row[::-1] for row in rows])):
-        for count in sorted({row.index(False) for row in ordered if not all(row)}):
-            if count and all(row == [i < count for i in range(len(row))] for row in ordered):
-                return f"all but the {end} {_tokens(count)} of every completion"
-        for count in sorted({row.index(True) for row in ordered if any(row)}):
-            if count and all(row == [i >= count for i in range(len(row))] for row in ordered):
-                return f"the {end} {_tokens(count)} of every completion"
-    return ""
+def left_out(setup: KeelSubject, alive: Tensor) -> str:
+    """The share of tokens without gradient, as text, if more than `ROWS` of the completions lack some; "" otherwise.
 
-
-def _tokens(count: int) -> str:
-    return f"{count} tokens" if count > 1 else "token"
-
-
-def _rows_left_out(setup: KeelSubject, alive: Tensor) -> str:
-    """The same where whole completions have none, and the others have it everywhere: over `ROWS` of them.
-
-    Completions of one token, and those that were cut, may be left out for what they are.
+    Completions of one token and truncated ones are not counted, since a loss may leave them out on purpose.
     """
     tokens = alive.split(setup.mask.sum(1).tolist())
     ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
     rows = [row for row, is_whole in zip(tokens, ended, strict=True) if len(row) > 1 and is_whole]
-    dead = sum(not bool(row.any()) for row in rows)
-    whole = all(bool(row.all()) or not bool(row.any()) for row in rows)
-    return f"all of {dead} of {len(rows)} completions" if whole and dead > ROWS * len(rows) else ""
+    dead = [int((~row).sum()) for row in rows]
+    if sum(count > 0 for count in dead) <= ROWS * len(rows):
+        return ""
+    return f"{sum(dead)} of the {sum(map(len, rows))} tokens of whole completions, {max(dead)} of one at most"
 
 
 def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
-    """The share of tokens among those with a positive and with a negative advantage."""
+    """The share of tokens among those with a positive advantage and among those with a negative one."""
     chosen = (where[up], where[~up])
     return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]
 
 
 def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A loss's derivative by the log-probabilities is a function of ratios, each of a token and its own old one."""
+    """Losses may use log-probabilities only in ratios, each between a token's new and its own old one."""
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     flat, device = torch.full(mask.shape, COMMON), setup.mask.device
 
@@ -240,8 +227,9 @@ def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Th
             old = flat.clone()
             old[row, column] -= STEP
             changes.append(((derivative(flat, old) - common).abs() > ROUNDING * common.abs().max())[mask])
-        moved = torch.stack(changes)  # [N, N]: whose push moves with whose old log-probability
-    except Exception:  # a loss of one's own may raise anything on rows that it does not expect
+        # [N, N]: whether the gradient of a token depends on the old log-probability of another
+        moved = torch.stack(changes)
+    except Exception:  # a user's loss may raise on unexpected rows
         return
     alive = mask & (common != 0)
     if not bool(alive.any()) or not bool(torch.stack([common, rare]).isfinite().all()):
@@ -250,7 +238,7 @@ def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Th
     limit, loss_name = thresholds["loss_by_probability"], f"loss.loss_type={setup.config.loss.loss_type}"
     own, rows_of = moved.diagonal(), mask.nonzero()[:, 0]
     others = moved & ~torch.eye(len(moved), dtype=torch.bool)
-    in_row = (others & (rows_of == rows_of[:, None])).sum(-1)  # what comes before a token may weigh all that follow
+    in_row = (others & (rows_of == rows_of[:, None])).sum(-1)  # earlier tokens of a completion may weigh all later ones
     if not bool(own.any()) and bool(others.any()) and int(in_row.max()) <= 1:
         yield finding(
             "loss/clip",

@@ -1,4 +1,4 @@
-"""Prompts that an engine may continue in place of the right ones."""
+"""Prompts that an engine may have continued instead of the right ones."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _CUTS: dict[str, tuple[str, Callable[[Tokens, int], Tokens]]] = {
 
 @dataclass(frozen=True)
 class OtherPrompt:
-    """What becomes of a prompt's tokens; of a cut also its kind and size."""
+    """A change of a prompt's tokens; for a cut also its kind and size."""
 
     label: str
-    change: Callable[[Tokens, int], Tokens]  # of the tokens and the number of the group
+    change: Callable[[Tokens, int], Tokens]  # from the tokens and the index of the group
     kind: str = ""
     size: int | None = None
 
 
 def cuts(kind: str, sizes: Iterable[int], longest: int) -> Iterator[OtherPrompt]:
-    """Cuts of one kind; a prompt that would have nothing left keeps its last token."""
+    """Cuts of one kind. A prompt keeps at least its last token."""
     label, cut = _CUTS[kind]
     for size in sizes:
         if 0 < size < longest:
@@ -49,7 +49,7 @@ def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Token
 
 
 def other_prompts(setup: KeelSubject, groups: Sequence[Group]) -> list[OtherPrompt]:
-    """Hypotheses that change some prompt, no two of them to the same tokens."""
+    """Changes that alter some prompt, without duplicates."""
     own = tuple(group.prompt_tokens for group in groups)
     room = (setup.policy.context_length or 1 << 30) - setup.config.rollout.max_completion_length
     seen, distinct = {own}, []
@@ -82,7 +82,7 @@ def _hypotheses(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPr
 
 
 def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
-    """Prompts decoded and encoded again, in ways that change them."""
+    """Ways to decode and encode prompts that may change them."""
 
     def again(change: Callable[[str], str], *, special: bool, added: bool = False) -> Callable[[Tokens], Tokens]:
         def encoded(tokens: Tokens) -> Tokens:
@@ -105,7 +105,7 @@ def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
 
 
 def _spelt_out(tokenizer: Any) -> Callable[[Tokens], Tokens]:
-    """Role markers as the ordinary text that they look like; BOS, EOS and the like stay what they are."""
+    """Role markers encoded as ordinary text. BOS, EOS, padding and unknown tokens are kept."""
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     spelt: dict[int, Tokens] = {}
     for token in set(tokenizer.all_special_ids) - ends:
@@ -124,7 +124,7 @@ def _of_group(rendered: Sequence[Tokens], tokens: Tokens, group: int) -> Tokens:
 
 
 def _renderings(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[tuple[str, list[Tokens]]]:
-    """The problems rendered in another way: without the system prompt, without the template, in it, in it twice."""
+    """Other renderings of the problems: without the system prompt or the template, in the template, or in it twice."""
     tokenizer, data, problems = setup.policy.tokenizer, setup.config.data, [group.problem for group in groups]
     plain = [Problem(p.key, "\n\n".join(m["content"] for m in messages_of(p))) for p in problems]
     users = [Problem(p.key, messages_of(p)[-1]["content"]) for p in problems]
@@ -143,7 +143,7 @@ def _renderings(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[tuple[s
         ways.append(("prompts put into the chat template again", {"chat_template": "default"}, filled))
     for label, options, asked in ways:
         try:
-            renderer = Renderer(tokenizer, allow_control_tokens=True, **options)  # as another program would render
+            renderer = Renderer(tokenizer, allow_control_tokens=True, **options)  # as other programs render
             yield label, [renderer.prompt(problem) for problem in asked]
-        except Exception:  # a template may refuse what it was not made for
+        except Exception:  # a template may refuse other messages
             continue

@@ -1,22 +1,22 @@
-"""Prompts against their problems: the question, the system prompt and the assistant's header in, the answer not."""
+"""Prompts against their problems: they must contain the question and the template's marks, but not the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import ast
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
+from typing import Any
 
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.gold_likelihood import blind_surprise, bos_gain
-from keel.doctor.probes.leaks import leak_findings, system_leaks
-from keel.doctor.probes.repeats import contradiction_findings, eval_leak, repeat_findings
-from keel.doctor.probes.verbatim import verbatim_findings
-from keel.doctor.probes.written_out import written_out_findings
+from keel.doctor.probes.problems import contradiction_findings, eval_leak, leak_findings, repeat_findings, system_leaks
 from keel.doctor.rendering import (
     in_template,
+    messages_in,
     messages_of,
     own_template,
     rendered,
@@ -27,16 +27,17 @@ from keel.doctor.rendering import (
 from keel.doctor.replies import squeezed
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
-from keel.run.build import build_renderer
+from keel.rollout.render import Renderer
 
-_MOST = 0.9  # of the prompts that have a form; a text about templates has it here and there
 _LOOKED_AT = 32  # problems of the first step whose prompts are read
-_GIVEN_ROLES = ("user", "system", "developer")  # templates may shorten what the assistant or a tool has said
+# least number of questions, and the share with one form; texts about code have such forms occasionally
+_FEWEST, _MOST = 8, 0.9
+_GIVEN_ROLES = ("user", "system", "developer")  # roles that templates must write in full; others may be shortened
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A problem, its tokens, and their text with special tokens written out."""
+    """A problem, its prompt's tokens, and their text including special tokens."""
 
     problem: Problem
     tokens: tuple[int, ...]
@@ -44,19 +45,15 @@ class Prompt:
 
 
 def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Read prompts back from their tokens; compare them with problems, with each other and with held-out ones."""
+    """Decode the prompts and compare them with the problems, with each other and with held-out ones."""
     prompts = _prompts(setup)
     lost = [*_lost(setup, prompts)]
-    written_out = [*written_out_findings([prompt.problem for prompt in prompts])]
-    if any("are encoded" in found.evidence for found in written_out):
-        setup.shared["another template"] = "questions that are not plain text"
     findings = [
         *lost,
-        *(() if lost else verbatim_findings(setup)),
-        *written_out,
+        *(() if lost else _verbatim(setup)),
+        *form_findings(setup, [prompt.problem for prompt in prompts]),
         *_headless(setup, prompts),
-        *_filled_twice(setup, prompts),
-        *_bos(setup, prompts, thresholds),
+        *_double_bos(setup, prompts),
         *_leaks(setup, prompts, thresholds),
         *repeat_findings(setup, thresholds),
         *contradiction_findings(setup, thresholds),
@@ -67,7 +64,7 @@ def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
-    """In the messages as they are given, since tokens may not give spaces back; else in what a template adds."""
+    """Leaks in the original messages, since decoding may change spaces; else in the rendered prompts."""
     given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
     read = [(prompt.problem, prompt.text) for prompt in prompts]
     return (
@@ -78,7 +75,7 @@ def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds
 
 
 def _prompts(setup: KeelSubject) -> list[Prompt]:
-    """Those of the batch as they are scored, and more of the first step as training renders them."""
+    """The prompts of the batch, and further ones of the first step as training renders them."""
     more = setup.run.task.sample(_LOOKED_AT, seed=setup.config.run.seed, step=0)
     scored = {group.problem.key: (group.problem, group.prompt_tokens) for group in setup.groups}
     pairs = [*scored.values()]
@@ -89,7 +86,7 @@ def _prompts(setup: KeelSubject) -> list[Prompt]:
 
 
 def _lost(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """What a problem says must be read in its prompt, and problems that differ must give prompts that differ."""
+    """The prompt must contain the problem's text, and different problems must have different prompts."""
     tokenizer, system = setup.policy.tokenizer, setup.config.data.system_prompt
     whole = [prompt for prompt in prompts if "prompt_tokens_cut" not in prompt.problem.info]
     lost: list[tuple[Prompt, str, str]] = []
@@ -111,7 +108,7 @@ def _lost(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
             "prompt/no-question",
             f"{len(texts)} different problems are rendered to one and the same prompt: {whole[0].text[-80:]!r}",
             "what differs between the problems is lost on the way into tokens",
-            "mend the chat template or the tokenizer: every problem's text must be written into its prompt",
+            "fix the chat template or the tokenizer: every problem's text must be written into its prompt",
         )
 
 
@@ -130,79 +127,167 @@ def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str
 def _headless(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     """After the last message stands what opens the assistant's turn, where the template has such a thing.
 
-    A plain text that is written in the marks of the tokenizer's own template is held to them too.
+    A plain text with the user's mark of the tokenizer's own template is read as written in that template.
     """
     tokenizer = setup.policy.tokenizer
-    renderer = build_renderer(setup.config, tokenizer)
-    used, own = turn_marks(tokenizer, renderer.template), turn_marks(tokenizer, own_template(tokenizer))
-    missing, spoilt = [], []
-    for prompt in prompts:
-        filled = in_template(renderer, prompt.problem)
-        marks = used if filled else own
-        if filled and used is not None and used.fault and squeezed(prompt.text).endswith(squeezed(used.assistant)):
-            spoilt.append(prompt)
-            continue
-        last = messages_of(prompt.problem)[-1]
-        if marks is None or not marks.assistant or last["role"] == "assistant":
-            continue
-        if not filled and not (marks.user and marks.user in prompt.text):
-            continue
-        # without spaces, which tokenizers drop or add
-        text, header = squeezed(prompt.text), squeezed(marks.assistant)
-        asked = text.rfind(squeezed(marks.user if not filled else (last["content"].split() or [""])[-1]))
-        opened = text.rfind(header)
-        if opened < 0 or opened + len(header) <= asked:
-            missing.append((prompt, marks.assistant))
-    if spoilt and used is not None:
+    filled = [prompt for prompt in prompts if in_template(setup.renderer, prompt.problem)]
+    marks = turn_marks(tokenizer, setup.renderer.template if filled else own_template(tokenizer))
+    if marks is None or not marks.assistant:
+        return
+    by_hand = [prompt for prompt in prompts if not filled and marks.user and marks.user in prompt.text]
+    header = squeezed(marks.assistant)  # tokenizers drop or add spaces
+    if marks.fault and (spoilt := [prompt for prompt in filled if squeezed(prompt.text).endswith(header)]):
         yield finding(
-            "prompt/format" if used.doubled else "prompt/no-header",
-            f"{len(spoilt)} of {len(prompts)} prompts end with {used.assistant!r}, but {used.answered!r} stands before "
-            f"the assistant's messages in the same template: {spoilt[0].text[-60:]!r}",
-            f"the template's generation prompt is not the assistant's header: {used.fault}",
-            f"end the template with {{% if add_generation_prompt %}} and {used.answered!r}",
+            "prompt/format" if marks.doubled else "prompt/no-header",
+            f"{len(spoilt)} of {len(prompts)} prompts end with {marks.assistant!r}, but {marks.answered!r} stands "
+            f"before the assistant's messages in the same template: {spoilt[0].text[-60:]!r}",
+            f"the template's generation prompt is not the assistant's header: {marks.fault}",
+            f"end the template with {{% if add_generation_prompt %}} and {marks.answered!r}",
         )
-    if not missing:
         return
-    prompt, header = missing[0]
-    yield finding(
-        "prompt/no-header",
-        f"{len(missing)} of {len(prompts)} prompts end without {header!r}, which opens the assistant's turn in the "
-        f"chat template: {prompt.text[-60:]!r}",
-        "the template ignores add_generation_prompt, or the prompt was written without it: the model continues the "
-        "user's turn instead of answering",
-        f"end the template with {{% if add_generation_prompt %}} and {header!r}, or write that at the prompt's end",
-    )
+
+    def is_open(prompt: Prompt) -> bool:
+        last, text = messages_of(prompt.problem)[-1], squeezed(prompt.text)
+        question = (last["content"].split() or [""])[-1] if filled else squeezed(marks.user)
+        asked, opened = text.rfind(question), text.rfind(header)
+        return last["role"] == "assistant" or (opened >= 0 and opened + len(header) > asked)
+
+    missing = [prompt for prompt in filled or by_hand if not is_open(prompt)]
+    if missing:
+        yield finding(
+            "prompt/no-header",
+            f"{len(missing)} of {len(prompts)} prompts end without {marks.assistant!r}, which opens the assistant's "
+            f"turn in the chat template: {missing[0].text[-60:]!r}",
+            "the template ignores add_generation_prompt, or the prompt was written without it: the model continues the "
+            "user's turn instead of answering",
+            f"end the template with {{% if add_generation_prompt %}} and {marks.assistant!r}, or write that at the "
+            "prompt's end",
+        )
 
 
-def _filled_twice(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """Messages that hold what opens a turn in the template that they are put into: they were rendered before."""
-    renderer = build_renderer(setup.config, setup.policy.tokenizer)
-    marks = turn_marks(setup.policy.tokenizer, renderer.template)
-    if marks is None or not marks.user:
+# ------------------------------------------------------------------------ messages in a chat template
+
+Talk = tuple[tuple[str, str], ...]  # (role, text) of each message
+# Texts with capitals, repeated spaces, quotes, line breaks and markup, which a filter in a template would change.
+_SYSTEM = ("system", 'Be Brief:  say "A" or\n B, if 1 < 2 & 2 > 1.')
+_QUESTION = ("user", 'Which Is It:  "C" or\n D, if 3 < 4 & 4 > 3?')
+_FURTHER = (("assistant", "It Is Seven."), ("user", "And Is It Eight?"))
+TALKS: tuple[Talk, ...] = (
+    (_QUESTION,),
+    (_SYSTEM, _QUESTION),
+    (_QUESTION, *_FURTHER),
+    (_SYSTEM, _QUESTION, *_FURTHER),
+)
+# least characters of a message whose occurrences are counted; a template's date may contain shorter ones
+_LEAST_TEXT = 8
+
+
+def _verbatim(setup: KeelSubject) -> Iterator[Finding]:
+    """A chat template must write each message once, unchanged and in order."""
+    filled = [group.problem for group in setup.groups if in_template(setup.renderer, group.problem)]
+    own = [tuple((m["role"], m["content"]) for m in messages_in(setup.renderer, problem)) for problem in filled[:2]]
+    wrong = next((w for talk in (*TALKS, *own) if own and (w := written_wrongly(setup.renderer, talk))), None)
+    if wrong is None:
         return
-    told = [(p, "".join(str(m["content"] or "") for m in messages_of(p.problem))) for p in prompts]
-    twice = [p for p, text in told if in_template(renderer, p.problem) and squeezed(marks.user) in squeezed(text)]
-    if len(twice) <= _MOST * len(prompts):
-        return
-    setup.shared["another template"] = "messages that are rendered"
+    setup.shared["another template"] = True
     yield finding(
         "prompt/format",
-        f"the messages of {len(twice)} of {len(prompts)} problems hold {marks.user!r}, which opens a turn in the "
-        f"template that they are put into: {twice[0].text[-80:]!r}",
-        "the data hold prompts that were rendered already, and the template is applied once more",
-        "give messages or plain text in the prompt column; data.chat_template=none and "
-        "data.allow_control_tokens=true are for prompts that are rendered",
+        wrong,
+        "the chat template does more than to put marks around messages, so that the model reads another text than the "
+        "problem's",
+        "let the template write message['content'] once for each message, in their order, without a filter other than "
+        "trim (tokenizer.chat_template, or data.chat_template for another one)",
     )
 
 
-def _bos(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> Iterator[Finding]:
-    """BOS once at the head of a prompt, or not at all where the model does not miss it."""
-    tokenizer = setup.policy.tokenizer
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if bos is None:
+def written_wrongly(renderer: Renderer, talk: Talk) -> str | None:
+    """A text that says how a template changes messages; None if it does not, or if it refuses them.
+
+    A missing message is reported elsewhere, and templates may shorten assistant messages.
+    """
+    tokenizer: Any = renderer.tokenizer
+    messages = [{"role": role, "content": content} for role, content in talk]
+    options = {"chat_template": renderer.template, "tokenize": False, "add_generation_prompt": True}
+    try:
+        text = str(tokenizer.apply_chat_template(messages, **options))
+    except Exception:  # a template may raise any exception
+        return None
+    given = [(role, content.strip()) for role, content in talk if role in _GIVEN_ROLES and content.strip()]
+    if not all(survives(content, text) for _, content in given):
+        return None
+    for role, content in given:
+        others = "".join(other for _, other in talk).count(content)
+        if len(talk) < 3 and content not in text:
+            return f"the chat template writes the {role}'s message {content!r} otherwise: {text[-120:]!r}"
+        if len(content) >= _LEAST_TEXT and text.count(content) > others:
+            return f"the chat template writes the {role}'s message {content!r} {text.count(content)} times"
+    # a system message may stand before any turn, since some templates write it into the last one
+    contents = [content.strip() for role, content in talk if role != "system"]
+    place, in_order = 0, True
+    for content in contents:
+        place = text.find(content, place) + len(content)
+        in_order = in_order and place >= len(content)
+    if all(content in text for content in contents) and not in_order:
+        roles = ", ".join(role for role, _ in talk)
+        return f"the chat template writes messages in another order: {roles} becomes {text[-120:]!r}"
+    return None
+
+
+# ------------------------------------------------------------------------ questions in the wrong format
+
+# An HTML entity, or a string escape (followed by lower case it would be LaTeX: \\theta, \\neq).
+_ESCAPED = re.compile(
+    r"&(?:lt|gt|amp|quot|apos|nbsp|#\d+|#x[0-9a-fA-F]+);|\\(?:n|t|r|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})(?![a-z])"
+)
+# Typical results of decoding with the wrong encoding, which do not occur in correct text.
+_GARBLED = re.compile("[\\x00\\ufffd]|\u00c3[\u0080-\u00bf]|\u00e2\u20ac")
+
+
+def form_findings(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[Finding]:
+    """Questions that are already rendered, printed as Python literals, escaped, or wrongly decoded."""
+    marks = turn_marks(setup.policy.tokenizer, setup.renderer.template)
+    user = squeezed(marks.user) if marks is not None and in_template(setup.renderer, problems[0]) else ""
+    forms: dict[str, Callable[[str], bool]] = {
+        f"rendered already: they hold {user!r}, which opens a turn in the template that they are put into": (
+            lambda text: user != "" and user in squeezed(text)
+        ),
+        "a list of messages or bytes, written out as a text": _is_printed,
+        "read in another encoding than they were written in": lambda text: _GARBLED.search(text) is not None,
+        "escaped, on one line": lambda text: "\n" not in text and _ESCAPED.search(text) is not None,
+    }
+    asked = [str(messages_of(problem)[-1]["content"] or "") for problem in problems]
+    counts = {form: sum(map(test, asked)) for form, test in forms.items()}
+    form = next((form for form, count in counts.items() if count > _MOST * len(asked)), None)
+    if form is None or len(set(asked)) < _FEWEST:
         return
-    heads = [_head(setup, prompt.tokens) for prompt in prompts]
-    doubled = sum(head[:2] == (bos, bos) for head in heads)
+    setup.shared["another template"] = True
+    yield finding(
+        "prompt/format",
+        f"{counts[form]} of {len(asked)} questions are {form}, such as {next(filter(forms[form], asked))[-80:]!r}",
+        "rows were rendered, printed or escaped where they were saved and not read back in the same way",
+        "give the prompt column messages or plain text (data.columns): parse what is written out, unescape once; "
+        "data.chat_template=none and data.allow_control_tokens=true are for prompts that are rendered",
+        severity=None if form.startswith("rendered") else "warning",
+    )
+
+
+def _is_printed(text: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings about unknown escapes
+            value = ast.literal_eval(text.strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return False
+    rows = value if isinstance(value, list) else [value]
+    return isinstance(value, bytes) or (
+        bool(rows) and all(isinstance(row, dict) and {"role", "content"} <= row.keys() for row in rows)
+    )
+
+
+def _double_bos(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """BOS must not occur twice at the start of a prompt. Missing BOS is tested by the prompt format measure."""
+    bos = getattr(setup.policy.tokenizer, "bos_token_id", None)
+    doubled = 0 if bos is None else sum(_head(setup, prompt.tokens)[:2] == (bos, bos) for prompt in prompts)
     if doubled:
         yield finding(
             "prompt/double-bos",
@@ -210,17 +295,6 @@ def _bos(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) 
             "the chat template writes BOS and the tokenizer or the task adds another",
             "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
         )
-    elif not any(bos in head[:1] for head in heads):
-        gain, surprise = bos_gain(setup, bos)
-        known = surprise < blind_surprise(setup, thresholds)
-        if fmean(gain or [0.0]) > thresholds["bos_gain"] and min(gain) > 0 and known:
-            yield finding(
-                "prompt/no-bos",
-                f"gold answers are {fmean(gain):.2g} nats a token likelier after prompts that begin with "
-                f"{tokenizer.bos_token!r}, in all of {len(gain)} problems; none of the prompts does",
-                "the model was trained on texts that begin with BOS, and the tokenizer or the template leaves it out",
-                "let the tokenizer add BOS (add_bos_token), or write it at the head of the chat template",
-            )
 
 
 def _head(setup: KeelSubject, tokens: Sequence[int]) -> tuple[int, ...]:

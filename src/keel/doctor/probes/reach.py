@@ -1,6 +1,6 @@
-"""How far the run can take the policy: all of its updates at their own rates, were they all to point one way.
+"""Reach: the KL that all updates of the run would cause if they had the same direction.
 
-What does not move then never will. By Pinsker's inequality a KL of `reach_least` nats per completion changes no
+This is an upper bound of the run's KL. By Pinsker's inequality a KL of `reach_least` nats per completion changes no
 success rate by more than √(KL/2).
 """
 
@@ -8,33 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from keel.doctor.advice import either
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploration import entropy
 from keel.doctor.probes.states import mean_kl, policy_states
-from keel.doctor.probes.trained import frozen_findings
-from keel.doctor.probes.update import FirstUpdate, loss_gradients, one_digit, step_kl, undone
+from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, one_digit, undone
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 
-MOST_UPDATES = 10_000  # a longer course is looked at in as many places
+MOST_UPDATES = 10_000  # a longer schedule is sampled at this many updates
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0
-ADVISED_KL = 1e-4  # nats per token that an update at an advised rate takes
-CUT_SHORT = 0.05  # of an update's length that clipping leaves: one in twenty is as good as none
-IDLE = 1e-3  # of the peak rate: an update that moves nothing
+ADVISED_KL = 1e-4  # nats per token of an update at an advised learning rate
+IDLE = 1e-3  # share of the peak rate below which an update has no effect
 HALF_TYPES = (torch.bfloat16, torch.float16)
+FEW_TRAINED = 0.01  # share of the weights below which almost nothing is trained
 
 
 @dataclass(frozen=True)
 class Course:
-    """The learning rate over a run, as factors of its peak: of so many updates, their sum and the largest.
+    """The learning rate over a run relative to its peak: the number of updates, the sum and the maximum of the factors.
 
     `idle` is the share of updates at less than `IDLE` of the peak.
     """
@@ -50,7 +49,7 @@ class Course:
 
 
 def course(schedule: Callable[[int], float], updates: int) -> Course:
-    """A schedule's factors added up over a run."""
+    """Sum a schedule's factors over a run."""
     count = min(updates, MOST_UPDATES)
     factors = [schedule(i * updates // count) for i in range(count)]
     idle = sum(factor < IDLE for factor in factors) / count
@@ -58,12 +57,12 @@ def course(schedule: Callable[[int], float], updates: int) -> Course:
 
 
 def held_sum(total: float, decay: float) -> float:
-    """What steps that add up to `total` come to beside a decay of `decay` for each: (1 − e^(−decay·total)) / decay."""
+    """The sum of steps with total size `total` under a weight decay of `decay`: (1 − e^(−decay·total)) / decay."""
     return total if decay <= 0 else -math.expm1(-decay * total) / decay
 
 
 def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The gradient's own displacement over the whole run, weight decay's, and why there is none where there is none."""
+    """The reach of all updates and of weight decay, and the reason if it is too short."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
@@ -76,13 +75,12 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
-    longer = max(1.0, thresholds["steps_to_judge"] * per_step / rates.updates)  # a trial run is judged as a short one
+    # a trial run is judged as if it had the least number of steps
+    longer = max(1.0, thresholds["steps_to_judge"] * per_step / rates.updates)
     length = setup.completion_length
     reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
     figures = {"updates": float(rates.updates), "mean_rate": rates.mean, "reach": reach.kl()}
-    findings = (
-        [*_no_update(reach, figures)] or [*_cut_short(reach)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
-    )
+    findings = [*_no_update(reach, figures)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
     if optim.weight_decay > 0:
         decay, total = optim.learning_rate * optim.weight_decay, rates.total * longer
         figures["shrink"] = math.exp(-decay * total)
@@ -100,7 +98,7 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 @dataclass(frozen=True)
 class _Reach:
-    """The distance in nats per completion after all updates of a run (`longer` times as many in a trial run)."""
+    """The KL in nats per completion after all updates of a run (`longer` times as many for a trial run)."""
 
     setup: KeelSubject
     first: FirstUpdate
@@ -110,7 +108,7 @@ class _Reach:
     limit: float
 
     def kl(self, total: float | None = None, *, rounded: bool = True, **settings: Any) -> float:
-        """One update as long as all together; where weights of 16 bits round each one, as often as it is made."""
+        """The KL of one update as long as all together. 16-bit weights are rounded after each update."""
         total = self.rates.total * self.longer if total is None else total
         settings = {"weight_decay": 0.0, **settings}
         if rounded and self.halves and self.rates.largest > 0:
@@ -118,9 +116,8 @@ class _Reach:
         return self._step(total, settings)
 
     def _step(self, factor: float, settings: dict[str, Any]) -> float:
-        first = self.first
-        kl = step_kl(self.setup, first.gradients, first.loss, first.before, factor, **settings).kl
-        return 0.0 if kl < 0 else kl * self.length  # rounding
+        kl = self.first.kl(factor, **settings)
+        return 0.0 if kl < 0 else kl * self.length  # negative values are rounding
 
     @property
     def halves(self) -> bool:
@@ -131,22 +128,18 @@ class _Reach:
 
 
 def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
-    """Too short a reach, a rate that never arrives or soon ends; the reason is what mends it when it is taken away."""
+    """A reach that is too short, a rate that never reaches its peak, or one that decays too early; with the reason."""
     rates, setup = reach.rates, reach.setup
     steps = setup.config.run.max_steps
     never, over = rates.largest < 0.5, rates.idle > 0.5
     if not reach.short(figures["reach"]) and not never and not over:
         return
     cause, advice = _reason(reach) if reach.short(figures["reach"]) else _schedule(setup)
-    at_most = math.sqrt(min(figures["reach"], reach.limit) / 2)
     yield finding(
         "loss/no-gradient" if _all_left_out(reach) else "optim/no-update",
-        f"all {rates.updates} updates of {steps} steps"
-        + (f" (counted as {reach.longer * steps:.0f})" if reach.longer > 1 else "")
-        + f", were they to point one way, take the policy {figures['reach']:.2g} nats per completion from where it is "
-        f"(at least {reach.limit:g} can be seen: a success rate moves by {at_most:.1%} at most); one at the peak rate "
-        f"{setup.run.optimizer.learning_rate:g} takes it {reach.first.peak_kl:.2g} nats per token; the rate is "
-        f"{rates.mean:.1%} of that on average"
+        f"all {rates.updates} updates of {steps} steps together take the policy {figures['reach']:.2g} nats per "
+        f"completion from where it is, if they point one way (at least {reach.limit:g} can be seen); one at the peak "
+        f"rate takes it {reach.first.peak_kl:.2g} nats per token; the mean rate is {rates.mean:.1%} of the peak"
         if reach.short(figures["reach"])
         else f"the rate is at most {rates.largest:.1%} of optim.learning_rate in {steps} steps, {rates.mean:.1%} on "
         f"average, and under {IDLE:.1%} at {rates.idle:.0%} of the updates",
@@ -156,26 +149,8 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
     )
 
 
-def _cut_short(reach: _Reach) -> Iterator[Finding]:
-    """Clipping that takes nearly all of an update away: Adam makes up for any clip, unless its eps is what is left."""
-    clip, norm = reach.setup.config.optim.max_grad_norm, gradient_norm(reach.first.gradients)
-    if clip is None or norm <= clip:
-        return
-    with _unclipped(reach.setup):
-        free = reach.kl(1.0, rounded=False)
-    if not reach.kl(1.0, rounded=False) < CUT_SHORT**2 * free:
-        return
-    yield finding(
-        "optim/no-update",
-        f"an update takes the policy {reach.kl(1.0, rounded=False):.2g} nats per completion, and {free:.2g} where its "
-        "gradient is not clipped",
-        f"optim.max_grad_norm={clip:g} cuts a gradient of norm {norm:.2g} down to next to optim.eps",
-        propose("set {}", {"optim.max_grad_norm": 1.0}),
-    )
-
-
 def _unweighted(setup: KeelSubject) -> Iterator[Finding]:
-    """Advantages whose weight never arrives: Adam hides their size, and everything beside them outweighs them."""
+    """Advantages whose warm-up is longer than the run. Adam hides their size, and other loss terms outweigh them."""
     warmup, steps = setup.run.reward.warmup_steps, setup.config.run.max_steps
     if warmup <= 2 * steps:
         return
@@ -188,11 +163,44 @@ def _unweighted(setup: KeelSubject) -> Iterator[Finding]:
     )
 
 
+def frozen_findings(setup: KeelSubject) -> Iterator[Finding]:
+    """Almost nothing is trained: only a few vectors, fewer than the model has layers, and no adapter.
+
+    Methods that train only vectors, biases or norms do so in every layer.
+    """
+    model, trained = setup.policy.model, setup.run.optimizer.parameters
+    weights = sum(p.numel() for p in model.parameters())
+    count = sum(p.numel() for p in trained)
+    layers = getattr(model.config, "num_hidden_layers", 1)
+    if setup.policy.lora is not None or hasattr(model, "peft_config") or count >= FEW_TRAINED * weights:
+        return
+    if len(trained) > layers or any(p.squeeze().ndim > 1 for p in trained):
+        return
+    known = {id(p) for p in trained}
+    names = [name for name, p in model.named_parameters() if id(p) in known]
+    yield finding(
+        "optim/no-update",
+        f"{count} of {weights} weights are trained, no matrix among them: {', '.join(names)}",
+        "the others were frozen, as a loader leaves them that was made for something else: hardly anything can be "
+        "learned by these alone",
+        "let the weights that should learn require gradients, or set model.lora; nothing, if these alone are meant",
+        severity="warning",
+    )
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """A possible reason for a short reach: whether it applies, and the reach in nats without it."""
+
+    possible: bool
+    without: Callable[[], float]
+    cause: str
+    advice: str | Advice
+
+
 def _reason(reach: _Reach) -> tuple[str, str | Advice]:
-    """What keeps the policy where it is: each candidate is taken away in turn, and the first that mends it is named."""
-    setup, optim, first = reach.setup, reach.setup.config.optim, reach.first
-    full = reach.rates.updates * reach.longer
-    norm = gradient_norm(first.gradients)
+    """The cause and advice for a short reach: the first reason whose removal makes the reach long enough."""
+    setup, optim, norm = reach.setup, reach.setup.config.optim, reach.first.norm
     if _all_left_out(reach):
         cause = f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token in: the sampler's are all outside"
         return cause, propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.floor": None})
@@ -202,50 +210,60 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
             "not those that compute, or something on the way is detached",
             "look for findings on loss and scoring; train weights that the forward pass uses (model.lora.targets)",
         )
-    if reach.rates.mean < 0.5 and not reach.short(reach.kl(full)):
-        return _schedule(setup)
-    if reach.halves and not reach.short(reach.kl(rounded=False)):
-        kind = str(setup.run.optimizer.parameters[0].dtype).removeprefix("torch.")
-        advice = {"model.dtype": "float32", "optim.precision": kind}
-        return (
+    kind, scale = str(setup.run.optimizer.parameters[0].dtype).removeprefix("torch."), adapter_scale(setup.policy.model)
+    clip, alpha, lora = optim.max_grad_norm or math.inf, scale or math.inf, setup.config.model.lora
+    own_lora = lora is not None and lora.adapter is None
+    full = reach.rates.updates * reach.longer
+    for reason in (
+        _Reason(reach.rates.mean < 0.5, lambda: reach.kl(full), *_schedule(setup)),
+        _Reason(
+            reach.halves,
+            lambda: reach.kl(rounded=False),
             f"the weights are {kind}: an update of {optim.learning_rate:g} is less than half of their last digit, and "
             "each one is rounded away",
-            propose("set {}, so that passes stay in 16 bits and weights do not", advice),
-        )
-    if optim.eps > USUAL_EPS and not reach.short(reach.kl(eps=USUAL_EPS)):
-        return (
+            propose("set {}, so that only passes are in 16 bits", {"model.dtype": "float32", "optim.precision": kind}),
+        ),
+        _Reason(
+            optim.eps > USUAL_EPS,
+            lambda: reach.kl(eps=USUAL_EPS),
             f"optim.eps={optim.eps:g} is far above the gradient's size (norm {norm:.2g}), so that Adam divides by it",
             propose("set {}", {"optim.eps": USUAL_EPS}),
-        )
-    clip = optim.max_grad_norm
-    if clip is not None and norm > clip:
-        with _unclipped(setup):
-            free = reach.kl()
-        if not reach.short(free):
-            cause = f"optim.max_grad_norm={clip:g} cuts a gradient of norm {norm:.2g} down to next to optim.eps"
-            return cause, propose("set {}", {"optim.max_grad_norm": 1.0})
-    scale = adapter_scale(setup.policy.model)
-    if scale is not None and scale < USUAL_ADAPTER_SCALE and not reach.short(_rescaled_kl(reach)):
-        lora = setup.config.model.lora
-        cause = f"the adapter is multiplied by alpha / r = {scale:.2g}: whatever it learns counts for nothing"
-        if lora is None or lora.adapter is not None:
-            return cause, "give the adapter an alpha of about twice its rank"
-        return cause, propose("set {}", {"model.lora.alpha": USUAL_ADAPTER_SCALE * lora.r})
+        ),
+        _Reason(
+            norm > clip,
+            lambda: _unclipped_kl(reach),
+            f"optim.max_grad_norm={clip:g} cuts a gradient of norm {norm:.2g} down to next to optim.eps",
+            propose("set {}", {"optim.max_grad_norm": 1.0}),
+        ),
+        _Reason(
+            alpha < USUAL_ADAPTER_SCALE,
+            lambda: _rescaled_kl(reach),
+            f"the adapter is multiplied by alpha / r = {alpha:.2g}: whatever it learns counts for nothing",
+            propose("set {}", {"model.lora.alpha": USUAL_ADAPTER_SCALE * lora.r})
+            if own_lora and lora is not None
+            else "give the adapter an alpha of about twice its rank",
+        ),
+    ):
+        if reason.possible and not reach.short(reason.without()):
+            return reason.cause, reason.advice
     trained = sum(p.numel() for p in setup.run.optimizer.parameters)
     weights = sum(p.numel() for p in setup.policy.model.parameters())
-    few = f": only {trained} of {weights} weights are trained" if scale is None and trained < 0.01 * weights else ""
-    cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps{few}"
+    if scale is None and trained < FEW_TRAINED * weights:
+        unfreeze = "let the weights that should learn require gradients, or set model.lora"
+        advice = either(unfreeze, _rate(reach), joined="; if these alone are meant, ")
+        return f"only {trained} of {weights} weights are trained", advice
+    cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps"
     return cause, _rate(reach)
 
 
 def _all_left_out(reach: _Reach) -> bool:
-    """Whether there is no gradient because the mismatch's weights leave no token in."""
+    """Whether there is no gradient because the importance weights exclude every token."""
     weighted = reach.setup.run.loss.mismatch.kind != "none"
-    return weighted and gradient_norm(reach.first.gradients) == 0.0 and _unweighted_norm(reach) > 0
+    return weighted and reach.first.norm == 0.0 and _unweighted_norm(reach) > 0
 
 
 def _unweighted_norm(reach: _Reach) -> float:
-    """The gradient's norm with every weight of the sampler's mismatch at 1."""
+    """The gradient norm with all importance weights set to 1."""
     loss = reach.setup.run.loss.mismatch.model_copy(update={"kind": "none", "floor": None})
     return gradient_norm(loss_gradients(reach.setup, reach.first.batch, mismatch=loss)[0])
 
@@ -269,33 +287,27 @@ def _schedule(setup: KeelSubject) -> tuple[str, Advice]:
 
 
 def _rate(reach: _Reach) -> Advice:
-    """A rate at which one update takes `ADVISED_KL`, found by trying: KL grows with its square."""
-    first, rate = reach.first, reach.setup.run.optimizer.learning_rate
+    """A learning rate at which one update causes `ADVISED_KL`. KL grows with the square of the rate."""
+    rate = reach.setup.run.optimizer.learning_rate
     for factor in (10.0**k for k in range(13)):
-        kl = step_kl(reach.setup, first.gradients, first.loss, first.before, factor, weight_decay=0.0).kl
+        kl = reach.first.kl(factor, weight_decay=0.0)
         if kl >= ADVISED_KL / 100:
             return propose("set {}", {"optim.learning_rate": one_digit(rate * factor * math.sqrt(ADVISED_KL / kl))})
     return Advice("raise optim.learning_rate: no rate up to 1e12 times as large moves this policy either")
 
 
-def gradient_norm(gradients: list[Tensor | None]) -> float:
-    """The length of a gradient over all weights."""
-    squares = [float(g.double().square().sum()) for g in gradients if g is not None]
-    return math.sqrt(sum(squares))
-
-
-@contextmanager
-def _unclipped(setup: KeelSubject) -> Iterator[None]:
-    optimizer, options = setup.run.optimizer, setup.run.optimizer.options
+def _unclipped_kl(reach: _Reach) -> float:
+    """The reach without gradient clipping."""
+    optimizer, options = reach.setup.run.optimizer, reach.setup.run.optimizer.options
     optimizer.options = options.model_copy(update={"max_grad_norm": None})
     try:
-        yield
+        return reach.kl()
     finally:
         optimizer.options = options
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[dict[str, float], str]]:
-    """The scales of peft's layers, and the name of each active adapter among them."""
+    """The scaling dict of each peft layer and the name of each active adapter in it."""
     module: Any
     for module in model.modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "scaling"):
@@ -308,7 +320,7 @@ def adapter_scale(model: nn.Module) -> float | None:
 
 
 def _rescaled_kl(reach: _Reach) -> float:
-    """The reach with adapters at the usual scale: their gradient is another one then, too."""
+    """The reach with adapters at the usual scale, which also changes their gradient."""
     adapters = list(_adapters(reach.setup.policy.model))
     scales = [scaling[name] for scaling, name in adapters]
     try:
@@ -322,7 +334,7 @@ def _rescaled_kl(reach: _Reach) -> float:
 
 
 def decay_kl(setup: KeelSubject, first: FirstUpdate, shrink: float) -> float:
-    """KL in nats per token after the decayed weights have shrunk to `shrink` of what they are."""
+    """The KL in nats per token after the decayed weights have shrunk to the share `shrink`."""
     optimizer = setup.run.optimizer
     trained = {id(p) for p, g in zip(optimizer.parameters, first.gradients, strict=True) if g is not None}
     with undone(optimizer), torch.no_grad():
@@ -334,7 +346,7 @@ def decay_kl(setup: KeelSubject, first: FirstUpdate, shrink: float) -> float:
 
 
 def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresholds: Thresholds) -> Iterator[Finding]:
-    """Decay that takes the policy further than a random walk of its updates, or out of any budget; or undoes them."""
+    """Weight decay that moves the policy further than its updates, exceeds any budget, or undoes updates."""
     limit, decay = thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
     budget = thresholds["kl_over_budget"] * length
     if figures["decay"] > max(limit, min(figures["walk"], budget)):

@@ -1,4 +1,4 @@
-"""The reference: equal to the policy at the start, still when it should be, moving when it should."""
+"""The reference: equal to the policy at the start, unchanged if it is frozen, and updated if it is not."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from keel.reference.kinds import KINDS, build_reference
 
 STILL_KINDS = ("frozen", "adapter_off")
 MAX_UPDATES = 512
-AT_ONCE = 2  # steps: what is taken over within as many leaves no distance to measure
-HUGE_KL = 1e3  # nats per token: any threshold of a reference that waits for KL is below it
+AT_ONCE = 2  # steps; a reference that takes over the policy within them leaves no KL to measure
+HUGE_KL = 1e3  # nats per token, above the threshold of any kl_triggered reference
 
 
 def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """KL at step 0, then the same on a perturbed policy, then the loop's calls of `update`."""
+    """The KL at step 0, then on a perturbed policy, then the reference's `update` as the loop calls it."""
     if setup.run.reference is None:
         return Outcome(
             "reference",
@@ -54,11 +54,11 @@ def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     return Outcome("reference", tuple(findings), figures, (line,))
 
 
-# -- where things lie ---------------------------------------------------------------------------------------------
+# -- devices --------------------------------------------------------------------------------------------------------
 
 
 def devices(model: nn.Module) -> dict[str, int]:
-    """How many parameters lie on which device."""
+    """The number of parameters and buffer elements on each device."""
     counts: dict[str, int] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         counts[str(tensor.device)] = counts.get(str(tensor.device), 0) + tensor.numel()
@@ -66,7 +66,7 @@ def devices(model: nn.Module) -> dict[str, int]:
 
 
 def misplaced(setup: KeelSubject) -> Iterator[Finding]:
-    """Everything on one device; a reference that rests elsewhere has to visit for its pass."""
+    """Policy and reference must be on one device; an offloaded reference is moved there for its pass."""
     assert setup.run.reference is not None
     with setup.run.reference.model() as model:
         devices_of = {"policy": devices(setup.policy.model), "reference": devices(model)}
@@ -84,11 +84,11 @@ def misplaced(setup: KeelSubject) -> Iterator[Finding]:
     )
 
 
-# -- while the policy moves ---------------------------------------------------------------------------------------
+# -- after a change of the policy ----------------------------------------------------------------------------------
 
 
 def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
-    """On the perturbed policy: the reference must not follow it, not by scoring and not by `update`."""
+    """Scoring and `update` on a perturbed policy must not make the reference follow the policy."""
     mask = setup.mask
     (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
     noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
@@ -98,7 +98,8 @@ def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dic
         figures["policy_moved"] = largest_gap(logp, moved_logp, mask)
         figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
         figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
-        steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]  # else its scores tell nothing
+        # otherwise its scores vary by themselves
+        steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]
         if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
             return [_follows(setup, figures)]
         reference_logp(setup)
@@ -110,7 +111,7 @@ def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dic
 
 
 def reference_fingerprint(setup: KeelSubject) -> str:
-    """The digest of the weights that the reference's pass uses, not the one that it says it has."""
+    """The digest of the weights that the reference's pass uses, rather than the digest that it reports."""
     assert setup.run.reference is not None
     with setup.run.reference.model() as model:
         return fingerprint(model)
@@ -175,9 +176,9 @@ def _kind(setup: KeelSubject) -> str:
 def _updates(
     setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
 ) -> list[Finding]:
-    """Call `update` as the loop would and look at the weights at every doubling of the steps, and at its scores.
+    """Call `update` as the loop does, and compare weights at steps that are powers of two, and finally the scores.
 
-    What a reference adds to its layers' outputs, as an average under LoRA, is in its scores and not in its weights.
+    What a reference adds to its layers' outputs, such as an average under LoRA, changes only its scores.
     """
     reference = setup.run.reference
     assert reference is not None
@@ -215,7 +216,7 @@ def _updates(
 
 
 def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A reference that moves every few steps must stay behind, or there is nothing left to measure the KL from."""
+    """A reference that moves every few steps must keep a distance from the policy, or the KL stays near 0."""
     remaining = token_kl(setup.logp(), reference_logp(setup), setup.mask) / max(figures["kl_perturbed"], 1e-12)
     figures["kl_left_after_update"] = remaining
     if not remaining < thresholds["reference_follows"]:
@@ -231,7 +232,7 @@ def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Threshol
 
 
 def _slower(setup: KeelSubject) -> Advice:
-    """Rarer or smaller steps of Keel's own kinds; one that never moves for any."""
+    """Advice: rarer updates for Keel's own kinds, or a frozen reference."""
     tree, now = setup.config.to_dict(), _parameters(setup)
     rarer = {"reference.every": 100} if not is_import_path(setup.config.reference.kind) and "every" in now else {}
     still = setting("{}, which never moves", as_kind(tree, "frozen"))
@@ -239,7 +240,7 @@ def _slower(setup: KeelSubject) -> Advice:
 
 
 def _parameters(setup: KeelSubject) -> dict[str, Any]:
-    """The reference's parameters, its factory's defaults included."""
+    """The reference's parameters, including its factory's defaults."""
     config = setup.config.reference
     users_own = is_import_path(config.kind)
     factory: Callable[..., Reference] = import_object(config.kind, "reference") if users_own else KINDS[_kind(setup)]
@@ -248,9 +249,9 @@ def _parameters(setup: KeelSubject) -> dict[str, Any]:
 
 
 def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
-    """A reference of one's own, saved beside a policy that has moved, must be the same after loading beside another.
+    """A user's reference, saved beside a moved policy, must be the same after loading beside another policy.
 
-    At step 0 policy and reference are the same: whichever of the two is saved then, the reference comes back.
+    The policy is perturbed, because at step 0 it equals the reference and a wrong save would not show.
     """
     config, original = setup.config.reference, setup.run.reference
     if not is_import_path(config.kind) or original is None:
@@ -284,7 +285,7 @@ def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
 
 
 def _restore(setup: KeelSubject, saved: Mapping[str, Any] | None, expected: str) -> None:
-    """The reference as it was before it was made to move; rebuilt from the policy where it cannot restore itself."""
+    """Restore the reference to its state before the test, or rebuild it from the policy if it cannot be restored."""
     reference, config = setup.run.reference, setup.config.reference
     assert reference is not None
     try:
@@ -300,5 +301,5 @@ def _restore(setup: KeelSubject, saved: Mapping[str, Any] | None, expected: str)
 def _saved(reference: Reference) -> Mapping[str, Any] | None:
     try:
         return copy.deepcopy(reference.state_dict())
-    except Exception:  # a reference of one's own need not be able to save itself to be looked at
+    except Exception:  # a user's reference need not support saving for this test
         return None

@@ -1,4 +1,4 @@
-"""What an engine reports of the tokens that it drew, and what explains a gap to the policy's log-probabilities."""
+"""The engine's reported log-probabilities, and what explains a gap to the policy's."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
-_UNITS = (1.0, 0.5, 0.1, 0.01)  # nats that numbers may have been rounded to
-_EXPLAINED_SHARE = 0.3  # of a gap that may be left by what explains it
+_EXPLAINED_SHARE = 0.3  # largest remaining share of an explained gap
 
 
 @dataclass(frozen=True)
 class Reports:
-    """What the engine reported of tokens of these groups, those that `keep` `[N]` says, beside the policy's own."""
+    """The engine's reports for the tokens of these groups that `keep` `[N]` selects, with the policy's own values."""
 
     setup: KeelSubject
     groups: Sequence[Group]
@@ -45,8 +44,8 @@ class Reports:
     @classmethod
     def of(cls, setup: KeelSubject, groups: Sequence[Group], keep: Tensor | None = None) -> Reports:
         every = batch_draws(setup) if groups is setup.groups else draws(setup, groups)
-        told = ~every.sample_logp.isnan() if keep is None else keep & ~every.sample_logp.isnan()
-        return cls(setup, groups, every.where(told), told)
+        known = ~every.sample_logp.isnan() if keep is None else keep & ~every.sample_logp.isnan()
+        return cls(setup, groups, every.where(known), known)
 
     @cached_property
     def gap(self) -> Tensor:
@@ -57,12 +56,12 @@ class Reports:
         return average(self.gap)
 
     def scored(self) -> Tensor:
-        """The policy's log-probabilities `[N]` of the same tokens with its weights as they are now."""
+        """The policy's log-probabilities `[N]` of these tokens with its current weights."""
         return draws(self.setup, self.groups).where(self.keep).logp(unfiltered(self.setup.sampling))
 
     @cached_property
     def rounding(self) -> Tensor:
-        """What bfloat16 makes of them `[N]`, against the policy's own; of weights of 16 bits, against those in fp32."""
+        """The rounding error of bfloat16 for these tokens `[N]`; with 16-bit weights, of those against fp32."""
         own = self.drawn.logp(unfiltered(self.setup.sampling))
         if self.setup.policy.dtype != torch.float32:
             with in_float32(self.setup):
@@ -71,7 +70,7 @@ class Reports:
             return self.scored() - own
 
     def close(self, thresholds: Thresholds, gap: Tensor | None = None) -> bool:
-        """Whether the gap, or this one, is rounding: where only training's passes run in 16 bits, as near as those."""
+        """Whether the gap is rounding. If only training's passes run in 16 bits, their rounding is the limit."""
         differences = self.gap if gap is None else gap
         if not in_half_precision(self.setup) or self.setup.policy.dtype != torch.float32:
             return close(self.setup, differences, thresholds)
@@ -80,7 +79,7 @@ class Reports:
 
 
 def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
-    """Recompute the reported log-probabilities under each hypothesis; the one that closes the gap best is the cause."""
+    """The finding for the hypothesis that best closes the gap of the reported log-probabilities."""
     setup, reported, gap = reports.setup, reports.drawn, reports.gap
     plain = unfiltered(setup.sampling)
     size = f"the engine's log-probabilities are off by up to {largest(gap):.3g} nats ({reports.size:.3g} mean)"
@@ -134,7 +133,7 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
         )
     return finding(
         "sampler/mismatch",
-        size + _pattern(reported, plain),
+        size,
         "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
         "nor precision explains it",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
@@ -143,10 +142,10 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
 
 
 def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
-    """What is reported of the configured filters: the weights of the samples are taken from it."""
+    """Check filtered_logp under the configured filters, from which the importance weights are computed."""
     assert drawn.filtered_logp is not None
     gap = drawn.filtered_logp - drawn.logp(setup.sampling)
-    gap = gap[gap.isfinite()]  # a token that the filters rule out is the draws' finding
+    gap = gap[gap.isfinite()]  # tokens that the filters exclude are reported by the test of draws
     if close(setup, gap, thresholds):
         return []
     return [
@@ -161,7 +160,7 @@ def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) 
 
 
 def _held_in(reports: Reports) -> str | None:
-    """The type of weights that takes most of the gap away, as text."""
+    """The weight type whose rounding closes most of the gap, as text."""
     left = {}
     for name, rounded in rounded_weights().items():
         with quantized(reports.setup, rounded):
@@ -170,24 +169,3 @@ def _held_in(reports: Reports) -> str | None:
     if left[best] > _EXPLAINED_SHARE * reports.size:
         return None
     return f"weights held in {best} leave {left[best]:.2g} of {reports.size:.2g} nats"
-
-
-def _pattern(reported: Draws, plain: SamplingParams) -> str:
-    """What the reported numbers look like, as text."""
-    true = reported.logp(plain)
-    if bool((reported.sample_logp == 0).all()):
-        return "; all of them are 0"
-    factor = float((reported.sample_logp * true).sum() / true.square().sum().clamp_min(1e-12))
-    off = float((reported.sample_logp - factor * true).abs().mean())
-    if abs(factor - 1) > 0.01 and off <= 0.01 * float(true.abs().mean()):
-        return f"; they are {factor:.3g} times the right ones"
-    for unit in _UNITS:
-        steps = reported.sample_logp / unit
-        if largest(steps - steps.round()) < 1e-4 and largest(reported.sample_logp - true) < unit:
-            return f"; they are the right ones in steps of {unit:g}"
-    for shift, where in ((1, "next"), (-1, "previous")):
-        neighbour = true.roll(-shift)
-        same = reported.row == reported.row.roll(-shift)
-        if bool(same.any()) and float((reported.sample_logp - neighbour)[same].abs().mean()) <= 1e-3:
-            return f"; they are those of the {where} token"
-    return ""

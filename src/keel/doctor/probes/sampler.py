@@ -1,4 +1,4 @@
-"""The sampler against the policy: what it reports, what it draws, and what explains the difference."""
+"""The sampler against the policy: its reported log-probabilities, its samples, and the cause of a difference."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams
 
-_TARGET_TOKENS = 1500  # tokens
-_TIMES = 3  # as many where the first ones leave a doubt
+_TARGET_TOKENS = 1500  # number of tokens for the test of draws
+_TIMES = 3  # factor on the number of tokens if the first test does not decide
 _FURTHER = range(6, 6 + 6 * _TIMES)
-_STRANGE = 2  # times that random texts are continued
+_STRANGE = 2  # number of times that random texts are continued
 
 
 def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The gap between the engine's log-probabilities and the policy's, and whether its tokens are the policy's."""
+    """The gap between the engine's log-probabilities and the policy's, and a test that the policy drew the tokens."""
     own = ~foreign(setup, thresholds)
     drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
     figures: dict[str, float] = {}
@@ -51,11 +51,11 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     else:
         gap = reports.gap
         figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
-        told = _reported(setup, reports, thresholds)
-        setup.shared["reported"] = told[-1].code if told else ""
-        findings += told
+        of_reports = _reported(setup, reports, thresholds)
+        setup.shared["reported"] = of_reports[-1].code if of_reports else ""
+        findings += of_reports
     if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
-        findings += filtered_findings(setup, drawn, thresholds)  # else what makes sample_logp wrong is in both
+        findings += filtered_findings(setup, drawn, thresholds)  # otherwise one error affects both
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     if setup.shared["repeated steps"]:
@@ -66,7 +66,7 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
     decided = chance < alarm or odds > -math.log(alarm)
-    if not decided and (chance < doubt or odds > -math.log(doubt)):  # decide on other draws, and more of them
+    if not decided and (chance < doubt or odds > -math.log(doubt)):  # not decided: test more and other draws
         more = _sample_more(setup, thresholds, rounds=_FURTHER)
         chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
@@ -87,9 +87,10 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> list[Finding]:
-    """What is wrong with what is reported of the batch; where it is near enough there, of what follows random texts.
+    """Findings about the reports for the batch; if they are fine, also for tokens after random texts.
 
-    A policy that is sure of its own completions gives them the same log-probabilities whatever went wrong before them.
+    After its own prompts, a confident policy gives its tokens the same log-probabilities even if an earlier token was
+    wrong.
     """
     found = [] if reports.close(thresholds) else [reported_finding(reports, thresholds)]
     strange = strange_turns(setup, STRANGE_STEPS[0])
@@ -107,16 +108,16 @@ def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> l
 
 
 def _one_per_code(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """What is reported and what is drawn often have one cause: it is named once."""
+    """Reports and samples often have a common cause, so each code is listed once."""
     return tuple({finding.code: finding for finding in reversed(findings)}.values())[::-1]
 
 
 def _draw_statistics(
     more: Draws, sampling: SamplingParams, ends: Iterable[int]
 ) -> tuple[float, list[Alternative], float]:
-    """The chance of these draws under the policy; other ways to draw, and the evidence for any of them in nats."""
+    """The p-value of these draws under the policy, the alternatives, and the log evidence ratio for any of them."""
     chance = chance_of(more, sampling)
-    if sampling.filtered:  # beyond the configured filters; a token that they rule out is the chance's matter
+    if sampling.filtered:  # a token that the filters exclude makes the p-value 0, so the alternatives skip it
         inside = more.logp(sampling).isfinite()
         more, sampling = replace(more, logits=more.distribution(sampling)).where(inside), SamplingParams()
     others, odds = alternatives(more, sampling, ends)
@@ -125,10 +126,9 @@ def _draw_statistics(
 
 
 def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
-    """Enough tokens beside the batch's own to tell two distributions apart; other rounds draw other ones.
+    """Enough additional tokens to distinguish two distributions. Other rounds give independent samples.
 
-    Half of what is looked at may be written after random texts: there a policy is sure of nothing, and ways to draw
-    that agree where it is sure differ.
+    Up to half of them follow random texts, where the policy is unsure and similar distributions differ most.
     """
     groups: list[Group] = []
     steps = range(STRANGE_STEPS[0], STRANGE_STEPS[0] + (_STRANGE if rounds.start == 0 else _STRANGE * _TIMES))
@@ -148,4 +148,5 @@ def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = ran
         if total >= target:
             break
     groups = [*first_tokens(strange, most_tokens(setup) // 2), *groups]
-    return draws(setup, groups).without(batch_draws(setup).tokens[excluded].tolist())  # what looks like foreign text
+    # without tokens that look foreign
+    return draws(setup, groups).without(batch_draws(setup).tokens[excluded].tolist())

@@ -1,4 +1,4 @@
-"""How much of the gradient is KL: both terms' gradients on the trained weights, each by itself."""
+"""The share of the KL term in the gradient: the norms of both terms' gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.trainer.step import penalize_rewards, sampled_kl, with_advantages
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Sizes of the two gradients, the KL's at β = 1."""
+    """Norms of the policy gradient and the KL gradient, the latter for β = 1."""
 
     policy: float
     kl: float
@@ -26,7 +26,7 @@ class GradientNorms:
         return beta * self.kl / total if total > 0 else 0.0
 
     def beta_for(self, share: float) -> float | None:
-        """The β at which KL is that share of the gradient; None where one of the two is zero."""
+        """The β at which KL has this share of the gradient; None if one of the two is zero."""
         return share / (1 - share) * self.policy / self.kl if self.policy > 0 and self.kl > 0 else None
 
     def figures(self, beta: float, shares: Sequence[float]) -> dict[str, float]:
@@ -46,7 +46,7 @@ class GradientNorms:
 
 
 def gradient_norms(setup: KeelSubject) -> GradientNorms:
-    """Norms over the trained weights as they are now (perturbed: at step 0 the KL has no gradient)."""
+    """Gradient norms over the trained weights. The policy must be perturbed, since at step 0 the KL has no gradient."""
     batch = score_policy(score_reference(setup.batch, setup.run), setup.run)
     warm = setup.run.reward.warmup_steps
     with_policy = with_advantages(batch, setup.run, warm)
@@ -57,7 +57,7 @@ def gradient_norms(setup: KeelSubject) -> GradientNorms:
 
 
 def _in_reward(setup: KeelSubject, batch: StepBatch) -> Tensor:
-    """What KL in the reward adds to the advantages, divided as the step divides it, for each unit of β."""
+    """What a KL penalty in the reward adds to the advantages per unit of β, with the step's normalisation."""
     beta = setup.full_beta or 1.0
     shaped = with_advantages(penalize_rewards(batch, setup.run, beta), setup.run, setup.run.reward.warmup_steps)
     assert shaped.rows.kl_advantages is not None
@@ -65,7 +65,8 @@ def _in_reward(setup: KeelSubject, batch: StepBatch) -> Tensor:
 
 
 def _norm(setup: KeelSubject, batch: StepBatch, beta: float) -> float:
-    own = batch.with_rows(old_logp=None, sample_logp=None, filtered_logp=None, stale=False)  # not what sampled
+    # without the values of the sampling policy
+    own = batch.with_rows(old_logp=None, sample_logp=None, filtered_logp=None, stale=False)
     gradients, _ = loss_gradients(setup, own, beta=beta, entropy_coef=0.0)
     squares = [gradient.double().square().sum() for gradient in gradients if gradient is not None]
     return torch.stack(squares).sum().sqrt().item() if squares else 0.0

@@ -1,4 +1,4 @@
-"""The visited states: full next-token distributions of a model wherever the batch's policy chose a token."""
+"""Visited states: the full next-token distributions of a model at the batch's action tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from keel.models.head import evaluating, head_of
 from keel.models.logprobs import hidden_states
 
 MAX_STATES = 128
-MAX_ELEMENTS = 1 << 24  # states × vocabulary held at once
+MAX_ELEMENTS = 1 << 24  # limit of states × vocabulary in memory
 
 
 def chosen_states(setup: KeelSubject) -> Tensor:
-    """Numbers of the states to look at, among all action tokens of the batch, evenly spread over it."""
+    """Indices of the states to use, evenly spaced over the batch's action tokens."""
     total = int(setup.mask.sum())
     count = max(1, min(total, MAX_STATES, MAX_ELEMENTS // setup.vocabulary))
     return torch.linspace(0, total - 1, count).round().long().unique()
@@ -23,9 +23,9 @@ def chosen_states(setup: KeelSubject) -> Tensor:
 
 @torch.no_grad()
 def state_logits(setup: KeelSubject, model: nn.Module, *, temperature: float | None = None) -> Tensor:
-    """`[N, V]` logits, fp32, in evaluation mode, by default at the sampling temperature.
+    """`[N, V]` logits in fp32 and evaluation mode, by default at the sampling temperature.
 
-    N states, the same for every model.
+    The N states are the same for every model.
     """
     parts = []
     with evaluating(model), setup.run.autocast():
@@ -41,7 +41,7 @@ def state_logits(setup: KeelSubject, model: nn.Module, *, temperature: float | N
 
 
 def policy_states(setup: KeelSubject) -> Tensor:
-    """The policy's logits at the visited states, with the weights that it has now."""
+    """The policy's logits at the visited states, with its current weights."""
     return state_logits(setup, setup.policy.model)
 
 
@@ -53,5 +53,5 @@ def reference_states(setup: KeelSubject) -> Tensor:
 
 
 def mean_kl(first: Tensor, second: Tensor) -> float:
-    """KL(first‖second) in nats per token, exact over the vocabulary, mean over states; both are logits `[N, V]`."""
+    """KL(first‖second) in nats per token from logits `[N, V]`: exact over the vocabulary, mean over states."""
     return exact_kl(first.double().log_softmax(-1), second.double().log_softmax(-1)).mean().item()

@@ -1,4 +1,4 @@
-"""The text that is judged against the tokens that are trained: turn by turn, to the byte."""
+"""The judged text of each turn must be exactly its trained tokens, decoded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keel.rollout.stops import StopStrings
 
 @dataclass(frozen=True)
 class OtherText:
-    """A turn whose text is not that of its tokens; `convention`: only special tokens or outer spaces differ."""
+    """A turn whose text differs from its tokens. `convention`: only in special tokens or outer spaces."""
 
     turn: Turn
     expected: str
@@ -22,18 +22,18 @@ class OtherText:
 
 
 def text_findings(setup: KeelSubject) -> Iterator[Finding]:
-    """Every turn of the batch: its text must be its tokens decoded as Keel's own engines decode them.
+    """The text of every turn must equal its tokens as Keel's own engines decode them.
 
-    Where only special tokens or spaces at the ends differ, what both texts earn decides.
+    If only special tokens or outer spaces differ, the rewards of both texts decide.
     """
     others = _others(setup)
     if not others:
         return
-    strange = [other for other in others if not other.convention]
-    first = (strange or others)[0]
-    if strange:
+    changed = [other for other in others if not other.convention]
+    first = (changed or others)[0]
+    if changed:
         severity: Severity = "error"
-        shown = f"{len(strange)} of {len(setup.turns)} turns have another text than their tokens"
+        shown = f"{len(changed)} of {len(setup.turns)} turns have another text than their tokens"
         cause = "the engine returns text of other tokens: changed, cut, of another completion, or decoded otherwise"
     else:
         severity, judged = _worth(setup, others)
@@ -66,7 +66,7 @@ def _others(setup: KeelSubject) -> list[OtherText]:
 
 
 def _worth(setup: KeelSubject, others: Sequence[OtherText]) -> tuple[Severity, str]:
-    """What the difference costs: an error where the right texts earn another reward, a note where they do not."""
+    """The effect of the difference: an error if the right texts earn another reward, otherwise a note."""
     if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
         return "warning", ""
     expected = {id(other.turn): other.expected for other in others}

@@ -1,10 +1,10 @@
-"""What travels from the engine to the judge: which prompts it continues, and which text is judged.
+"""The path from engine to judge: which prompts the engine continues, and which text is judged.
 
-An engine is a black box. Two things tell which prompts it continues, the scored ones, changed ones or those of other
-problems: what it reports must be the policy's log-probability after that prompt, and what it draws must be likely after
-it. With p₀ after the scored prompts and p₁ … pₙ after others, the mean of pᵢ/p₀ of all drawn tokens has expectation 1
-if the scored ones were continued, so that odds of e^x have a chance of e^−x at most (Markov). A hypothesis is named
-only where it fits what was drawn by itself.
+An engine is a black box. Its reported log-probabilities and its samples show which prompts it continues: the scored
+ones, changed ones, or those of other problems. Reports must equal the policy's log-probability after that prompt, and
+samples must be likely after it. With p₀ after the scored prompts and p₁ … pₙ after others, the mean of pᵢ/p₀ over i has
+expectation 1 if the scored prompts were continued. Its logarithm is a log evidence ratio (see evidence.py). A
+hypothesis is reported only if it fits the samples by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from keel.base.types import Completion, Group
 from keel.doctor.draws import (
     Draws,
     best_temperature,
+    chance_of,
     draws,
     filters,
     most_tokens,
@@ -32,7 +33,6 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import ROUNDING, average, closed, in_half_precision, largest, rounding_explains
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import alternatives
-from keel.doctor.probes.context import added_text
 from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.doctor.probes.reported import Reports
 from keel.doctor.probes.texts import text_findings
@@ -46,17 +46,20 @@ _TOKENS = 256  # drawn tokens that tell prompts apart
 _MORE_STEP = 2_000_003  # noise of its own
 _MORE, _MORE_TOKENS = 16, 512  # completions a problem at most, and tokens that are enough
 _LATER = 32  # turns that are looked at
+_REPEATED_STEP = 3_000_017
+_SAID, _TIMES, _SAMPLES = 12, 9, 16  # tokens that are repeated, how often, and completions of each
+_MOVED = 10.0  # times what the policy's own log-probabilities differ by
 
 
 def probe_travel(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The text of every turn against its tokens, and what was written against the prompt that it is scored after."""
+    """The text of every turn against its tokens, and every completion against the prompt that it is scored after."""
     return Outcome("travel", (*text_findings(setup.whole), *_continued(setup, thresholds)))
 
 
 def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Nothing where the given texts explain what was written after them; else the ones that do, if any.
+    """A finding if the scored prompts do not explain the completions, with the prompts that do, if any are found.
 
-    Where reports are right of the first turns and off by far more than any rounding of later ones, that is enough.
+    If reports are right for first turns and far off for later ones, that alone is a finding.
     """
     first_off = False
     for where, given in (("", _first_turns), ("turns after the first", _later_turns), ("random texts", _strange)):
@@ -64,13 +67,13 @@ def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         if not groups:
             continue
         scored = draws(setup, groups)
-        told = ~scored.sample_logp.isnan()
-        reports = Reports(setup, groups, scored.where(told), told)
+        reported = ~scored.sample_logp.isnan()
+        reports = Reports(setup, groups, scored.where(reported), reported)
         doubt = _doubt(reports, scored, thresholds)
         if not doubt:
             continue
         named = (_swapped(setup, groups, scored, thresholds) if not where and doubt == "large" else None) or (
-            _other_prompt(setup, groups, scored, thresholds) or added_text(setup, reports, thresholds)
+            _other_prompt(setup, groups, scored, thresholds) or _added_text(setup, reports, thresholds)
         )
         only_later = where == "turns after the first" and not first_off
         if named is None and only_later and reports.size > thresholds["foreign_gap"]:
@@ -84,7 +87,7 @@ def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
 
 
 def _first_turns(setup: KeelSubject) -> list[Group]:
-    """What was written right after the batch's prompts; where that is little, the same prompts continued more often."""
+    """Completions of the batch's prompts. If they are too short, the same prompts are continued more often."""
     written: dict[str, list[Completion]] = {group.problem.key: [] for group in setup.groups}
     for turn in setup.turns:
         if turn.request.start == 0 and turn.request.key in written:
@@ -103,33 +106,34 @@ def _first_turns(setup: KeelSubject) -> list[Group]:
 
 
 def _later_turns(setup: KeelSubject) -> list[Group]:
-    """Turns after the first: each has a text of its own before it, with what the environment said."""
+    """Turns after the first, each after its own context, which includes the environment's replies."""
     problems = {group.problem.key: group.problem for group in setup.groups}
     later = [turn for turn in setup.turns if turn.request.start > 0 and turn.request.key in problems][:_LATER]
     return [Group(problems[t.request.key], t.request.tokens, (t.completion,)) for t in later]
 
 
 def _strange(setup: KeelSubject) -> list[Group]:
-    """Random texts, where the engine is right after the run's own prompts: what is wrong there is wrong after any."""
+    """Completions of random texts, tested if those of the run's own prompts are correct."""
     return strange_turns(setup, STRANGE_STEPS[0])
 
 
 def _written(setup: KeelSubject, groups: Sequence[Group]) -> list[Group]:
-    """What was written after these texts, the first tokens of each; copies are one draw."""
+    """The first tokens of the completions. If all completions of each prompt are equal, one of each is kept."""
     rows = [[c for c in group.completions if c.tokens] for group in groups]
     if all(len({c.tokens for c in row}) == 1 for row in rows if row):
         rows = [row[:1] for row in rows]
     width = max(4, most_tokens(setup) // max(1, sum(map(len, rows))))
-    unknown = setup.run.engine.logp_after_filters and setup.sampling.filtered  # what it reports is of those
+    # its reports refer to the filtered distribution
+    unknown = setup.run.engine.logp_after_filters and setup.sampling.filtered
 
     def cut(c: Completion) -> Completion:
-        told = (math.nan,) * len(c.tokens) if unknown else c.sample_logp
+        reported = (math.nan,) * len(c.tokens) if unknown else c.sample_logp
         first = slice(width)
         return replace(
             c,
             tokens=c.tokens[first],
             action=c.action[first],
-            sample_logp=told[first],
+            sample_logp=reported[first],
             filtered_logp=c.filtered_logp[first],
         )
 
@@ -141,7 +145,7 @@ def _written(setup: KeelSubject, groups: Sequence[Group]) -> list[Group]:
 
 
 def _doubt(reports: Reports, scored: Draws, thresholds: Thresholds) -> str:
-    """Whether what was reported is off, or what was drawn is unlikely: large, or small; "" where it is rounding."""
+    """Whether reports are off or samples unlikely: "large", "small", or "" for rounding."""
     gap, setup = reports.gap, reports.setup
     chance = uniform_p_value(tail_masses(scored, setup.sampling))
     if chance < thresholds["prompt_doubt"] or average(gap) > thresholds["scoring_gap_half"]:
@@ -155,17 +159,17 @@ def _doubt(reports: Reports, scored: Draws, thresholds: Thresholds) -> str:
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well prompts explain the turns: odds against the scored ones in nats, how far off the reports are."""
+    """How well other prompts explain the turns: log evidence ratio in nats, and remaining gap of the reports."""
 
     other: OtherPrompt
     gain: float
-    residual: float  # mean |difference|; infinite where nothing was reported
-    chance: float  # of the draws under it
+    residual: float  # mean |difference|; infinite without reports
+    chance: float  # p-value of the samples under these prompts
 
 
 def _off(drawn: Draws, params: SamplingParams) -> float:
-    told = ~drawn.sample_logp.isnan()
-    return average((drawn.sample_logp - drawn.logp(unfiltered(params)))[told]) if bool(told.any()) else math.inf
+    reported = ~drawn.sample_logp.isnan()
+    return average((drawn.sample_logp - drawn.logp(unfiltered(params)))[reported]) if bool(reported.any()) else math.inf
 
 
 def _logp(setup: KeelSubject, drawn: Draws) -> Tensor:
@@ -173,7 +177,7 @@ def _logp(setup: KeelSubject, drawn: Draws) -> Tensor:
 
 
 def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> Finding | None:
-    """Every turn under every prompt of the batch: the mixture over prompts against its own, turn by turn."""
+    """Score every turn under every prompt of the batch, to find completions in the wrong order."""
     prompts = list(dict.fromkeys(group.prompt_tokens for group in groups))
     if len(prompts) < 2:
         return None
@@ -192,11 +196,12 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
     known = not bool(off.isnan().any())
     by_report = known and before > ROUNDING
     if known and not by_report and float(off.sum()) > ROUNDING * off.numel():
-        return None  # what is reported is the own prompt's, and no other one's: a swapped completion brings its own
+        return None  # the reports fit the own prompts only; a swapped completion would bring its own reports
     nearest = off.argmin(-1) if by_report else likely.argmax(-1)
     left = float(off.gather(-1, nearest[:, None]).sum() / len(scored)) if by_report else math.inf
     rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    decisive = left <= min(closed(setup, before), rounding)  # the nearest of many is near by itself
+    # the minimum over many prompts is small by itself, so the limit is strict
+    decisive = left <= min(closed(setup, before), rounding)
     chosen = nearest[scored.row]
     logits = scored.logits.clone()
     for number, drawn in enumerate(under):
@@ -204,7 +209,7 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
     moved = sum(place != own for place, own in zip(nearest.tolist(), own_prompt, strict=False))
     chance = uniform_p_value(tail_masses(replace(scored, logits=logits), setup.sampling))
     fits = chance > thresholds["sampler_explained"] and odds > _enough(setup, scored, thresholds)
-    if not moved or not (decisive or (fits and not by_report)):  # what is reported would agree with another prompt
+    if not moved or not (decisive or (fits and not by_report)):  # otherwise the reports would fit another prompt
         return None
     evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
         f"the engine's log-probabilities are off by {before:.3g} nats under their own prompts and by {left:.2g} under "
@@ -224,7 +229,7 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
 
 
 def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> str | None:
-    """Evidence for the first prompt that closes the gap of the reports; else the likeliest that fits what was drawn."""
+    """Evidence for the changed prompt that closes the gap of the reports, else for the most likely one."""
     own, residual = _logp(setup, scored), _off(scored, setup.sampling)
 
     def fit(other: OtherPrompt) -> _Fit:
@@ -236,7 +241,7 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
 
     fits = [fit(other) for other in other_prompts(setup, groups)]
     fits += _refined(groups, fits, fit)
-    # a report of near certainty, as of an end, agrees with whatever makes that certain
+    # reports near 0, as for end tokens, fit every prompt that makes them certain
     size = min(residual, average(scored.sample_logp[~scored.sample_logp.isnan()]))
     best = min(fits, key=lambda entry: entry.residual, default=None)
     if best is not None and ROUNDING < residual < math.inf and best.residual <= closed(setup, size):
@@ -245,7 +250,7 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
             f"scored and by {best.residual:.2g} under {best.other.label}"
         )
     if best is None or thresholds["scoring_gap_half"] < residual < math.inf:
-        return None  # what is reported would agree with the prompt that is continued
+        return None  # reports that are off would fit the prompt that was continued
     best = max(fits, key=lambda entry: entry.gain)
     odds = log_mean_exp([entry.gain for entry in fits])
     if odds <= _enough(setup, scored, thresholds) or best.chance <= thresholds["sampler_explained"]:
@@ -256,8 +261,43 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
     )
 
 
+def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> str | None:
+    """Evidence that text stands before the prompt, without a guess at it.
+
+    After one token, once or many times, attention gives the same value whatever its weights are, and with rotary
+    positions the next token's distribution is the same. Where it is not, something else comes before.
+    """
+    said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_SAID]
+
+    def reported(times: int, step: int) -> tuple[dict[tuple[int, int], Tensor], Draws]:
+        """What is reported of a next token after one, and the policy's own; without what differs at each draw."""
+        groups = setup.complete([(token,) * times for token in said], samples=_SAMPLES, length=1, step=step)
+        drawn = draws(setup, [group for group in groups if group.completions])
+        pairs = torch.stack([drawn.sample_logp, drawn.logp(unfiltered(setup.sampling))], dim=-1)
+        rows: dict[tuple[int, int], list[Tensor]] = {}
+        for row, token, pair in zip(drawn.row.tolist(), drawn.tokens.tolist(), pairs, strict=True):
+            rows.setdefault((drawn.texts[row][0], token), []).append(pair)
+        return {key: same[0] for key, same in rows.items() if largest(torch.stack(same) - same[0]) <= limit}, drawn
+
+    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    (once, one), (often, many) = reported(1, _REPEATED_STEP), reported(_TIMES, _REPEATED_STEP)
+    if not (common := once.keys() & often.keys()):
+        return None
+    moved, own = (float(x) for x in torch.stack([once[key] - often[key] for key in common]).abs().mean(0))
+    rounding = thresholds["precision_times"] * average(reports.rounding)
+    again = [reported(times, _REPEATED_STEP + 1)[1] for times in (1, _TIMES)]
+    doubts = [min(chance_of(drawn, setup.sampling) for drawn in pair) for pair in ((one, many), again)]
+    if not moved > max(limit, _MOVED * own, rounding) or max(doubts) > thresholds["sampler_doubt"]:
+        return None  # where draws are the policy's, only the reports are something else
+    return (
+        f"the engine's log-probabilities are off by {reports.size:.3g} nats on average; of the same next token they "
+        f"differ by {moved:.3g} nats between prompts of one token and of that token {_TIMES} times, and the policy's "
+        f"by {own:.1g}: text that no tried prompt has stands before the prompt"
+    )
+
+
 def _refined(groups: Sequence[Group], fits: Sequence[_Fit], fit: Callable[[OtherPrompt], _Fit]) -> list[_Fit]:
-    """The best cut's neighbours, by halving steps: a limit may lie between those that were tried."""
+    """Cuts near the best one, found by halving the step size, since a limit may lie between tested sizes."""
     best = max((entry for entry in fits if entry.other.size is not None), key=lambda entry: entry.gain, default=None)
     more: list[_Fit] = []
     longest = max(len(group.prompt_tokens) for group in groups)
@@ -270,7 +310,7 @@ def _refined(groups: Sequence[Group], fits: Sequence[_Fit], fit: Callable[[Other
 
 
 def _enough(setup: KeelSubject, scored: Draws, thresholds: Thresholds) -> float:
-    """Odds in nats that another prompt must have: beyond chance, and beyond any sampling options' under the scored."""
+    """The log evidence ratio, in nats, that another prompt needs: above chance and any sampling options' ratio."""
     plain = unfiltered(setup.sampling)
     own = float(_logp(setup, scored).sum())
 

@@ -1,8 +1,9 @@
-"""Truncation: how many prompts and completions end where the limit is and not where they should."""
+"""Truncation: how many prompts and completions end at a length limit or at a stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import fmean
 
 from keel.doctor.advice import either, times
@@ -13,7 +14,7 @@ from keel.doctor.verdict import Outcome
 
 
 def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Shares of the batch at the limits; that completions are cut is a finding of the collection."""
+    """Shares of the batch at the limits. The collection probe reports truncated completions."""
     limit, near = setup.config.rollout.max_completion_length, thresholds["near_limit_from"]
     completions = [c for group in setup.groups for c in group.completions]
     lengths = [len(c.tokens) for c in completions]
@@ -36,7 +37,7 @@ def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _prompt_limit(setup: KeelSubject) -> int | None:
-    """What a prompt may have: the option, or what the model's context leaves beside a completion."""
+    """The largest prompt length: the option, or the context length minus a completion."""
     if setup.config.data.max_prompt_length is not None:
         return setup.config.data.max_prompt_length
     context = setup.policy.context_length
@@ -57,3 +58,27 @@ def _cut_prompts(figures: dict[str, float], setup: KeelSubject, thresholds: Thre
         ),
         severity="error" if share > thresholds["truncated_prompts_error"] else "warning",
     )
+
+
+def parsed_without_stop(setup: KeelSubject, thresholds: Thresholds) -> float | None:
+    """The parse rate of the batch when sampled without `rollout.stop`, if that fixes it.
+
+    None if few completions end at a stop text unparsed, or if the rate stays low without stop texts.
+    """
+    if "parsed without stop" not in setup.of_batch:
+        pairs = [pair for g in setup.groups for pair in zip(g.completions, g.rewards, strict=True)]
+        cut = fmean(completion.stop_reason == "stop" and not reward.parsed for completion, reward in pairs)
+        setup.of_batch["parsed without stop"] = (
+            _parsed(setup) if setup.sampling.stop and cut > thresholds["truncated_completions"] else None
+        )
+    parsed: float | None = setup.of_batch["parsed without stop"]
+    return parsed if parsed is not None and parsed >= thresholds["parse_rate_warning"] else None
+
+
+def _parsed(setup: KeelSubject) -> float | None:
+    if setup.built.judge.remote and setup.judgements_left < sum(len(group.completions) for group in setup.groups):
+        return None
+    problems, sampling = [group.problem for group in setup.groups], replace(setup.sampling, stop=())
+    again = setup.collect(problems, sampling=sampling, judged=True)
+    setup.built.judge.drain()
+    return fmean(reward.parsed for group in again for reward in group.rewards)

@@ -1,4 +1,4 @@
-"""One update, forward and back: is all of it finite, and how far does a single step take the policy."""
+"""One update: whether all values are finite, and how far it moves the policy."""
 
 from __future__ import annotations
 
@@ -30,78 +30,80 @@ from keel.trainer.optim import Optimizer
 from keel.trainer.state import Anchor, State
 from keel.trainer.step import other_terms, penalize_rewards, reject, sampled_kl, with_advantages
 
-FACTORS = (0.5, 1.0, 2.0)
 LOWER = tuple(2.0**-k for k in range(2, 13))
 
 
 @dataclass(frozen=True)
-class UpdateResult:
-    """What one update did: its loss and gradient norm before clipping, and KL(new‖old) on the visited states."""
-
-    loss: float
-    norm: float
-    kl: float
-
-
-@dataclass(frozen=True)
 class FirstUpdate:
-    """The first update's batch, gradient and loss, the visited states before it, and how far the peak rate takes it.
+    """The first update: its batch, gradient and loss, the visited states before it, and the KL at the peak rate.
 
-    Without `real_rewards` signs drawn at random stand in for advantages.
+    Without `real_rewards`, random signs replace the advantages.
     """
 
+    setup: KeelSubject
     batch: StepBatch
     gradients: list[Tensor | None]
     loss: float
     before: Tensor
-    peak_kl: float
     real_rewards: bool
+    peak_kl: float = math.nan
+
+    def kl(self, factor: float, **settings: Any) -> float:
+        """KL(new‖old) in nats per token at the visited states, after one update at `factor` times the peak rate.
+
+        `settings` are options of AdamW. Weights and optimizer are restored.
+        """
+        with moved(self.setup, self.gradients, self.loss, factor, **settings):
+            return mean_kl(policy_states(self.setup), self.before)
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm over all weights."""
+        return gradient_norm(self.gradients)
+
+
+def gradient_norm(gradients: list[Tensor | None]) -> float:
+    """The gradient norm over all weights."""
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients if g is not None))
 
 
 def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The first update at its own learning rate, at half, at double and at the peak; all of it is undone.
+    """The KL of the first update at its own learning rate and at the peak rate. Both updates are undone.
 
-    A warm-up is for the first updates, which Adam takes at full length whatever the gradient's noise is; later ones are
-    averaged by its momentum, so that the peak has a limit of its own, `kl_per_update_peak`.
+    A warm-up is meant for the first updates, which have full length under Adam however noisy the gradient is. Momentum
+    averages later ones, so the peak rate has a limit of its own, `kl_per_update_peak`.
     """
     batch, real_rewards = with_signal(scored(setup), setup)
-    gradients, loss = loss_gradients(setup, batch)
     own = setup.of_batch.get("own_states")
     before = policy_states(setup) if own is None else own / setup.temperature
-    first = setup.run.optimizer.schedule(0)
-    results = {factor: step_kl(setup, gradients, loss, before, first * factor) for factor in FACTORS}
-    first_update = results[1.0]
-    peak = first_update.kl if first == 1.0 else step_kl(setup, gradients, loss, before, 1.0).kl
+    first = FirstUpdate(setup, batch, *loss_gradients(setup, batch), before, real_rewards)
+    rate, peak = setup.run.optimizer.schedule(0), setup.run.optimizer.learning_rate
+    kl = first.kl(rate)
+    first = replace(first, peak_kl=kl if rate == 1.0 else first.kl(1.0))
     figures = {
-        "loss": loss,
-        "grad_norm": first_update.norm,
-        "learning_rate": setup.run.optimizer.learning_rate * first,
-        "peak_rate": setup.run.optimizer.learning_rate,
-        "kl_after": first_update.kl,
-        "kl_after_peak": peak,
-        "kl_after_half": results[0.5].kl,
-        "kl_after_double": results[2.0].kl,
+        "loss": first.loss,
+        "grad_norm": first.norm,
+        "learning_rate": peak * rate,
+        "peak_rate": peak,
+        "kl_after": kl,
+        "kl_after_peak": first.peak_kl,
         "real_rewards": float(real_rewards),
         "room": _room(setup),
     }
     if _too_far(figures, thresholds):
-        kl_target = max(thresholds["kl_per_update"], figures["room"]) / thresholds["update_margin"]
-        figures["fitting_rate"] = figures["peak_rate"] * next(
-            (f for f in LOWER if step_kl(setup, gradients, loss, before, f).kl <= kl_target), LOWER[-1]
-        )
-    setup.of_batch["update"] = FirstUpdate(batch, gradients, loss, before, peak, real_rewards)
-    findings = tuple(_findings(figures, thresholds, setup.config))
+        most = max(thresholds["kl_per_update"], figures["room"]) / thresholds["update_margin"]
+        figures["fitting_rate"] = peak * next((factor for factor in LOWER if first.kl(factor) <= most), LOWER[-1])
+    setup.of_batch["update"] = first
     line = (
-        f"one update at optim.learning_rate={figures['learning_rate']:g}: loss {loss:.3g}, gradient norm "
-        f"{first_update.norm:.3g}, KL to the policy before it {first_update.kl:.2g} nats per token "
-        f"({results[0.5].kl:.2g} at half the rate, {results[2.0].kl:.2g} at double)"
+        f"one update at optim.learning_rate={peak * rate:g}: loss {first.loss:.3g}, gradient norm {first.norm:.3g}, KL "
+        f"to the policy before it {kl:.2g} nats per token"
         + ("" if real_rewards else "; signs drawn at random stood in for advantages")
     )
-    return Outcome("update", findings, figures, (line,))
+    return Outcome("update", tuple(_findings(figures, thresholds, setup.config)), figures, (line,))
 
 
 def scored(setup: KeelSubject) -> StepBatch:
-    """The batch as the loop has it before its first update, after the reward's warm-up."""
+    """The batch as in the loop before its first update, after the reward's warm-up."""
     run, state = setup.run, start_of(setup)
 
     def against(view: StepBatch, anchor: Anchor) -> StepBatch:
@@ -118,14 +120,14 @@ def scored(setup: KeelSubject) -> StepBatch:
 
 
 def start_of(setup: KeelSubject) -> State:
-    """The state of the run before its first step, with the coefficient that the objective takes."""
+    """The run's state before its first step, with a valid β."""
     return State(kl=KLState(beta=setup.beta, base=setup.beta))
 
 
 def with_signal(batch: StepBatch, setup: KeelSubject) -> tuple[StepBatch, bool]:
-    """Rewards that do not differ say nothing about the learning rate: seeded signs take the advantages' place.
+    """Replace advantages by seeded random signs if all are 0, because the update would otherwise be empty.
 
-    So do completions that all leave the policy term.
+    The same is done if all completions are rejected.
     """
     advantage, mask = batch.rows.advantages, batch.rows.policy_mask
     assert advantage is not None
@@ -137,9 +139,9 @@ def with_signal(batch: StepBatch, setup: KeelSubject) -> tuple[StepBatch, bool]:
 
 
 def loss_gradients(setup: KeelSubject, batch: StepBatch, **changes: Any) -> tuple[list[Tensor | None], float]:
-    """The gradient of the whole batch as one update, and its loss; none of it is left on the weights.
+    """The gradient and loss of the whole batch as one update. The weights keep no gradient.
 
-    `changes` are options of the loss that are set otherwise, and `beta`, with which the reference's KL term is alone.
+    `changes` are other loss options. With `beta`, only the reference's KL term is computed.
     """
     run, alone = setup.run, "beta" in changes
     beta = changes.pop("beta", setup.beta if batch.rows.ref_logp is not None else 0.0)
@@ -153,7 +155,7 @@ def loss_gradients(setup: KeelSubject, batch: StepBatch, **changes: Any) -> tupl
             scores = score_micro(micro, batch, run)
             more = [] if alone else other_terms(scores, batch, micro, run, start_of(setup))
             out = objective(scores, batch.view(micro), loss, run.kl, beta, counts, pairing=run.pairing, more=more)
-            if out.loss.requires_grad:  # a loss that is detached is named by the objective
+            if out.loss.requires_grad:  # the objective probe reports a detached loss
                 (out.loss * scale).backward()
             total += out.loss.item()
         gradients = [p.grad if p.grad is None or scale == 1.0 else p.grad / scale for p in run.optimizer.parameters]
@@ -164,40 +166,33 @@ def loss_gradients(setup: KeelSubject, batch: StepBatch, **changes: Any) -> tupl
 
 
 def _loss_scales(optimizer: Optimizer) -> tuple[float, ...]:
-    """What the loss is multiplied by, so that fp16 does not round its gradient to 0; less where that overflows."""
+    """Loss scales against fp16 underflow of the gradient, the largest first; later ones are used on overflow."""
     if optimizer.scaler is None:
         return (1.0,)
     scale = optimizer.scaler.get_scale()
     return (scale, scale / 2**8, 1.0)
 
 
-def step_kl(
-    setup: KeelSubject, gradients: list[Tensor | None], loss: float, before: Tensor, factor: float, **settings: Any
-) -> UpdateResult:
-    """What the run's own optimizer does with these gradients at `factor` times its rate; `settings` as AdamW's."""
-    with moved(setup, gradients, loss, factor, **settings) as norm:
-        return UpdateResult(loss, norm, mean_kl(policy_states(setup), before))
-
-
 @contextmanager
 def moved(
     setup: KeelSubject, gradients: list[Tensor | None], loss: float, factor: float, **settings: Any
-) -> Iterator[float]:
-    """The policy after one such update; the gradient's norm before clipping comes with it."""
+) -> Iterator[None]:
+    """The policy after one update by the run's own optimizer at `factor` times its rate."""
     optimizer = setup.run.optimizer
     with undone(optimizer):
-        scale = _loss_scales(optimizer)[0]  # which the step divides by
+        scale = _loss_scales(optimizer)[0]  # the optimizer step divides by it
         for parameter, gradient in zip(optimizer.parameters, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient * scale
         for group in optimizer.inner.param_groups:
             group |= settings
         optimizer.schedule = lambda update: factor
-        yield optimizer.step({"loss/total": Sum(loss)})["grad/norm"].value
+        optimizer.step({"loss/total": Sum(loss)})
+        yield
 
 
 @contextmanager
 def undone(optimizer: Optimizer) -> Iterator[None]:
-    """Whatever happens to weights, moments and schedule inside: afterwards they have the very bits they had."""
+    """Restore weights, moments and schedule exactly."""
     weights = backup(optimizer.parameters)
     state, schedule = copy.deepcopy(optimizer.state_dict()), optimizer.schedule
     try:
@@ -211,7 +206,7 @@ def undone(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _room(setup: KeelSubject) -> float:
-    """How far an update may take the policy towards a teacher: half of the way, in nats per token."""
+    """How far one update may move the policy towards a teacher: half of the distance, in nats per token."""
     views = zip(setup.batch.views, setup.run.anchors, strict=True)
     to_teachers = [
         token_kl(setup.logp(), ref, setup.mask)
@@ -243,8 +238,7 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
     yield finding(
         "optim/lr-too-high",
         f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
-        f"(over {limit:g}); half the rate {figures['kl_after_half']:.3g}, double {figures['kl_after_double']:.3g}, "
-        f"the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
+        f"(over {limit:g}); the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
         + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
         "the step is longer than the region in which the advantages were measured; gradient clipping does not "
         "shorten it, because Adam divides by the gradient's own size",
@@ -254,6 +248,6 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
 
 
 def one_digit(value: float) -> float:
-    """Rounded down to one digit: 3.7e-4 is 3e-4."""
+    """Rounded down to one digit, such as 3.7e-4 to 3e-4."""
     size = 10.0 ** math.floor(math.log10(value))
     return math.floor(value / size) * size

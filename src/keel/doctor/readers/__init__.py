@@ -1,4 +1,4 @@
-"""Readers of what training left behind: Keel's runs, TRL's, TensorBoard and W&B folders, tables, printed lines."""
+"""Readers of training logs: Keel and TRL runs, TensorBoard and W&B folders, tables, console output."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.doctor.history import History
 from keel.doctor.names import TRAINERS
+from keel.doctor.readers.boards import EVENTS, event_folders, is_wandb_run, read_tensorboard, read_wandb
 from keel.doctor.readers.keel_run import is_keel_run, read_keel_run
 from keel.doctor.readers.table import SUFFIXES, parse_map, read_table
-from keel.doctor.readers.tensorboard import EVENTS, event_folders, read_tensorboard
 from keel.doctor.readers.trl import STATE, read_trl, state_files
-from keel.doctor.readers.wandb_run import is_wandb_run, read_wandb
 from keel.loggers import rundir
 
 __all__ = ["is_run", "parse_map", "read_history", "runs_below"]
-DEPTH = 5  # folders below a named one that are searched for runs
+DEPTH = 5  # levels of folders that are searched for runs
 
 
 def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
-    """Whatever lies at `path`, recognised by its files; `mapping` names columns of a table or tags of a folder."""
+    """Read the log at `path` and detect its format. `mapping` names columns of a table or tags of a folder."""
     if path.is_file():
         if path.name == STATE:
             return read_trl(path)
@@ -44,7 +43,7 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
 
 
 def _other_metrics(path: Path) -> History | None:
-    """Of a folder whose metrics.jsonl another trainer wrote, as prime-rl does; None where it is Keel's."""
+    """Read a folder whose metrics.jsonl another trainer wrote, such as prime-rl; None if it is Keel's."""
     file = path / rundir.METRICS
     if not file.is_file() or (path / rundir.ENV).is_file():
         return None
@@ -56,12 +55,12 @@ def _other_metrics(path: Path) -> History | None:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder itself, not one below it, is a run."""
+    """Whether a folder itself is a run."""
     return is_keel_run(path) or bool(state_files(path)) or is_wandb_run(path) or any(path.glob(EVENTS))
 
 
 def runs_below(path: Path) -> list[Path]:
-    """The runs at or below a folder, not too deep, sorted; what lies within a run, as checkpoints do, is none."""
+    """The runs at or below a folder, down to DEPTH levels, sorted. Folders inside a run are skipped."""
     runs = []
     for folder, inner, _ in os.walk(path):
         here = Path(folder)

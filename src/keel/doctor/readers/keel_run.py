@@ -13,17 +13,17 @@ from keel.loggers import rundir
 
 
 def is_keel_run(path: Path) -> bool:
-    """Whether a folder holds what Keel writes."""
+    """Whether a folder contains Keel's files."""
     return path.is_dir() and ((path / rundir.METRICS).is_file() or (path / rundir.EVENTS).is_file())
 
 
 def read_keel_run(path: Path) -> History:
-    """Everything of the run; of steps that a rollback did again, the last attempt."""
+    """The history of a run. Of steps that were repeated after a rollback, the last attempt is used."""
     return history_of(read_run(path))
 
 
 def history_of(run: RunRecord) -> History:
-    """The same of a run that was read already."""
+    """The history of a run that is already read."""
     lines, again = _last_attempt(run.metrics)
     notes = [f"read {len(lines)} steps of Keel's run {run.path}{'; it is still running' if run.running else ''}"]
     if again:
@@ -45,7 +45,7 @@ def history_of(run: RunRecord) -> History:
 
 
 def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
-    """(the lines of the attempt that went on, how many others there are): a later line of a step replaces all after."""
+    """(the lines of the final attempt, the number of others). A repeated step replaces all later lines."""
     current: list[Record] = []
     dropped = 0
     for line in lines:
@@ -58,7 +58,7 @@ def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
 
 
 def _abandoned(run: RunRecord) -> list[str]:
-    """A line on every attempt that a rollback set aside: its steps, and the KL it had reached."""
+    """One line per attempt that a rollback abandoned: its steps and its KL."""
     notes = []
     for name, lines in run.abandoned:
         series = series_of(lines)
@@ -70,13 +70,13 @@ def _abandoned(run: RunRecord) -> list[str]:
 
 
 def _vocabulary(run: RunRecord) -> int | None:
-    """Of a checkpoint's own config.json; the newest one's."""
+    """The vocabulary size from the config.json of the newest checkpoint."""
     configs = sorted((run.path / rundir.CHECKPOINTS).glob("step-*/**/config.json"))
     return vocabulary_of(configs[-1]) if configs else None
 
 
 def vocabulary_of(path: Path) -> int | None:
-    """vocab_size of a Hugging Face config.json, also of a composite model's text part."""
+    """vocab_size of a Hugging Face config.json, or that of the text part of a composite model."""
     data = read_json(path)
     if not isinstance(data, dict):
         return None

@@ -1,4 +1,7 @@
-"""A file of rows: CSV, JSON lines, an export of W&B, or what a trainer printed; columns named by `--map` or known."""
+"""Reader of tables: CSV, JSON lines, W&B exports and console output.
+
+Columns are mapped by `--map` or by known names.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ def parse_map(text: str | None) -> dict[str, str]:
 
 
 def read_table(path: Path, mapping: Mapping[str, str] | None = None) -> History:
-    """Columns as `mapping` names them, the others by the names that Keel and the trainers of names.yaml use."""
+    """Read a table. Columns without a mapping are recognised by the names of Keel and of the trainers in names.yaml."""
     return history_of(path, _rows(path), mapping)
 
 
 def history_of(path: Path, rows: list[Row], mapping: Mapping[str, str] | None = None) -> History:
-    """Rows of metrics as a history."""
+    """Convert rows of metrics to a history."""
     columns, mapped = list(dict.fromkeys(name for row in rows for name in row)), dict(mapping or {})
     lower = {name.lower(): name for name in reversed(columns)}
     step = mapped.get("step") or next((lower[name] for name in _STEPS if name in lower), "step")
@@ -57,7 +60,7 @@ def history_of(path: Path, rows: list[Row], mapping: Mapping[str, str] | None = 
 def named_history(
     path: Path, series: Mapping[str, Series], mapping: Mapping[str, str], what: str, names: Sequence[str], note: str
 ) -> History:
-    """Series under the names of Keel or of a trainer of names.yaml; `what` is a column or a tag."""
+    """Map series to Keel's names. `what` is "column" or "tag", for messages."""
     listed = ", ".join(names) or "none"
     for name, theirs in mapping.items():
         if theirs not in names:
@@ -78,7 +81,7 @@ def named_history(
     return History(source or "table", path, named, missing=missing, notes=tuple(notes))
 
 
-# The best first: W&B counts calls of log() in `_step`, of which a trainer may make several a step.
+# Best first: W&B counts calls of log() in `_step`, and a trainer may make several per step.
 _STEPS = ("step", "global_step", "training/global_step", "train/global_step", "steps", "iteration", "_step")
 
 
@@ -99,13 +102,13 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _cells(path: Path, data: bytes) -> list[Row]:
-    """Rows of a CSV file; a cell that is empty was not measured and is left out."""
+    """Rows of a CSV file. Empty cells are left out."""
     delimiter = "\t" if path.suffix == ".tsv" else ","
     text = data.decode("utf-8-sig", "replace").replace("\0", "")
     try:
         rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
         longest = max((len(name) for row in rows[:1] for name in row if name), default=0)
-        if longest > _LONGEST_NAME:  # csv's own limit is one of the whole process, which libraries raise
+        if longest > _LONGEST_NAME:  # csv's own limit is global, and libraries raise it
             raise csv.Error(f"a column's name has {longest} characters")
     except csv.Error as error:
         raise KeelError(f"{path} is no CSV file: {error}") from error
@@ -114,7 +117,7 @@ def _cells(path: Path, data: bytes) -> list[Row]:
 
 
 def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
-    """Column → metric: of a chart that was exported from W&B, `RUN - METRIC` without its `__MIN` and `__MAX`."""
+    """Column → metric for a chart exported from W&B: `RUN - METRIC`, without its `__MIN` and `__MAX` columns."""
     if {"Name", "State"} <= set(columns):
         raise KeelError(f"{path} is W&B's table of runs, one row a run: export a run's history or a chart instead")
     if not any(name.endswith("__MIN") for name in columns):
@@ -127,7 +130,7 @@ def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
 
 
 def _objects(path: Path, data: bytes) -> Iterator[Row]:
-    """Rows of JSON lines, or of a file that is one JSON list or has one in it."""
+    """Rows of a JSON-lines file, or of a JSON file that is a list or contains one."""
     if path.suffix == ".json":
         try:
             whole = parse_json(data)
@@ -138,12 +141,12 @@ def _objects(path: Path, data: bytes) -> Iterator[Row]:
         if isinstance(whole, list):
             yield from (row for row in whole if isinstance(row, dict))
             return
-    # the last line of a file that is being written is no object yet
+    # the last line may be incomplete while the file is being written
     yield from (row for _, row in json_lines(data.split(b"\n")) if row and not isinstance(row, str))
 
 
 def _flat(row: Row) -> Row:
-    """A row's metrics: of verl's file logger those under `data`; of W&B's history without what was not logged there."""
+    """A row's metrics: those under `data` for verl's file logger; for W&B only those logged at this step."""
     inner = row.get("data")
     flat = {**{k: v for k, v in row.items() if k != "data"}, **inner} if isinstance(inner, dict) else row
     if "_step" in flat or "_runtime" in flat:
@@ -154,12 +157,12 @@ def _flat(row: Row) -> Row:
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity", "nan", "inf", "-inf")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf|NaN|Infinity)"
-_NAME = r"(?<![\w/.@()\-])(?!pid=)([A-Za-z_][\w/.@()\-]{0,200})"  # bounded: a line may be one long word
+_NAME = r"(?<![\w/.@()\-])(?!pid=)([A-Za-z_][\w/.@()\-]{0,200})"  # bounded, since a line may be one long word
 _PAIR = re.compile(rf"{_NAME}\s{{0,9}}[:=]\s{{0,9}}(?:np\.\w+\(|tensor\()?({_NUMBER})(?![\w.])")
 
 
 def printed_rows(lines: Iterable[str]) -> list[Row]:
-    """What a trainer printed: `step:3 - actor/kl_loss:0.01 - …`, a dictionary a line, or `step=3 reward=0.5 …`."""
+    """Metrics in console output: `step:3 - actor/kl_loss:0.01 - …`, one dict per line, or `step=3 reward=0.5 …`."""
     rows = []
     for line in lines:
         text = _COLOURS.sub("", line)
@@ -168,11 +171,11 @@ def printed_rows(lines: Iterable[str]) -> list[Row]:
         if named >= 2 or (named and any(name.lower() in _STEPS for name in row)):
             rows.append(row)
     steps = [row for row in rows if any(name.lower() in _STEPS for name in row)]
-    return steps or rows  # lines without a step lie between those that have one
+    return steps or rows  # lines without a step stand between those with one
 
 
 def _pairs(text: str) -> Row:
-    """Names and numbers; rates and KLs that three decimals leave at or near 0 were not measured by them."""
+    """Names and numbers. Rates and KLs that are rounded to about 0 are left out."""
     return {
         name: float(value)
         for name, value in _PAIR.findall(text)
@@ -180,7 +183,7 @@ def _pairs(text: str) -> Row:
     }
 
 
-_COARSE = re.compile(r"-?0\.0{2,4}\d?")  # a digit at most of what a trainer rounds to a few decimals
+_COARSE = re.compile(r"-?0\.0{2,4}\d?")  # a value with at most one significant digit after rounding
 
 
 def _is_small(name: str | None) -> bool:
@@ -188,7 +191,7 @@ def _is_small(name: str | None) -> bool:
 
 
 def _dictionary(text: str) -> Row:
-    """The dictionary that a line holds, as Python or JSON writes it; numbers may be texts."""
+    """The dict in a line, in Python or JSON syntax. Values may be strings."""
     start, end = text.find("{"), text.rfind("}")
     if start < 0 or end < start or end - start > 100_000:
         return {}

@@ -1,7 +1,9 @@
-"""TRL's output folder: the log history of `trainer_state.json`, and the options where they were saved."""
+"""Reader of TRL's output folder: the log history in `trainer_state.json`, and saved options."""
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +12,19 @@ from keel.base.files import parse_json
 from keel.doctor.history import History, series_of
 from keel.doctor.names import keel_options, renamed
 from keel.doctor.readers.keel_run import vocabulary_of
-from keel.doctor.readers.training_args import read_training_args
 
 STATE = "trainer_state.json"
 
 
 def state_files(path: Path) -> list[Path]:
-    """The folder's own state first, then those of its checkpoints, the newest first."""
+    """The state file of the folder itself, then those of its checkpoints, the newest first."""
     top = [path / STATE] if (path / STATE).is_file() else []
     numbered = sorted(path.glob(f"checkpoint-*/{STATE}"), key=_number, reverse=True)
     return [*top, *numbered]
 
 
 def read_trl(path: Path) -> History:
-    """The longest log there is; a file `trainer_state.json` may be given instead of its folder."""
+    """The longest log history. `path` may also be a file `trainer_state.json`."""
     paths = [path] if path.is_file() else state_files(path)
     states = [(file, _state(file)) for file in paths]
     file, state = max(states, key=lambda pair: _step(pair[1]), default=(path, {}))
@@ -91,3 +92,55 @@ def _step(state: dict[str, Any]) -> int:
 def _number(path: Path) -> int:
     digits = path.parent.name.removeprefix("checkpoint-")
     return int(digits) if digits.isdigit() else -1
+
+
+# Read the options in `training_args.bin`, a zip with a pickle. Unpickling normally calls functions that the file names.
+# Here every name becomes an inert stub, so the result is the plain state of the outer object.
+
+
+class _Stub:
+    """A stub for every class and function in the file. It keeps arguments and state and does nothing."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any, **fields: Any) -> _Stub:  # a pickle may create objects without calling __init__
+        stub = super().__new__(cls)
+        stub.args, stub.state = args, {}
+        return stub
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, value: Any) -> None: ...
+
+    def extend(self, values: Any) -> None: ...
+
+
+class _StubUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return _Stub
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+def read_training_args(path: Path) -> dict[str, Any]:
+    """Option → value (numbers, words, lists; enums by value); empty if the file cannot be read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            with archive.open(name) as file:
+                outer = _StubUnpickler(file).load()
+    except Exception:  # the file may be anything, and a pickle can fail in any way
+        return {}
+    state = outer.state if isinstance(outer, _Stub) else outer
+    return {str(key): _plain(value) for key, value in state.items()} if isinstance(state, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Stub):
+        return value.args[0] if len(value.args) == 1 and isinstance(value.args[0], str | int | float) else None
+    return value

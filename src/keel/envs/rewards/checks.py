@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from keel.base.errors import KeelError
-from keel.envs.maths import require_math_verify
+from keel.envs.answers import require_math_verify
 from keel.envs.sandbox import SandboxLimits
 
 _KEYS = ("pattern", "tag", "reward")

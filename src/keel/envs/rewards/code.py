@@ -1,4 +1,4 @@
-"""The reward `code`: the completion's program is run against the problem's tests, in the sandbox."""
+"""The reward `code`: run the completion's program against the problem's tests, in the sandbox."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def code(
     output_kb: int = 256,
     workers: int = 0,
 ) -> Reward:
-    """1 if the program passes every test of the column `tests`; else `partial` × the share that it passes.
+    """1 if the program passes every test of the column `tests`; else `partial` × the fraction that it passes.
 
-    The parts are `correct`, `passed` (the share), and one for each name that tests have.
+    The parts are `correct`, `passed` (the fraction), and one for each name of a test.
     """
     return judge(problem, text, SandboxLimits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers), partial)
 
@@ -47,10 +47,10 @@ def judge(problem: Problem, text: str, limits: SandboxLimits, partial: float) ->
     parsed = any(outcome.kind not in NO_SYNTAX for outcome in outcomes)
     lines = list(map(str, outcomes))
     if not parsed and len(lines) > 1:
-        lines[1:] = [f"✗ {len(lines) - 1} more: the same"]
+        lines[1:] = [f"✗ {len(lines) - 1} more with this result"]
     written = [] if program == text else ["```python", program.strip("\n"), "```"]
     shown = "\n".join([*written, *lines])
     shown = shown if len(shown) <= LONGEST_DETAILS else f"{shown[:LONGEST_DETAILS]}…"
-    # A program's words must not steer a terminal, and every encoding must hold them.
+    # A program's text must not contain control codes for the terminal, and must be valid in every encoding.
     readable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in shown)
     return Reward(max(correct, partial * passed), parts, parsed, details=readable)

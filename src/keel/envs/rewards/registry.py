@@ -15,7 +15,7 @@ from keel.envs.base import Task
 from keel.envs.calls import is_async
 from keel.envs.options import RewardPartOptions
 from keel.envs.programs import need_sandbox
-from keel.envs.rewards import code, http, maths, text
+from keel.envs.rewards import code, http, text
 from keel.envs.rewards.checks import CHECKS
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
 from keel.envs.sandbox import SandboxLimits
@@ -24,7 +24,7 @@ REWARDS: dict[str, RewardFunction] = {
     "none": text.none,
     "exact": text.exact,
     "numeric": text.numeric,
-    "math": maths.math,
+    "math": text.math_reward,
     "format": text.format,
     "tag_count": text.tag_count,
     "regex": text.regex,

@@ -1,4 +1,4 @@
-"""Rewards computed from the text: answers, tags, patterns, ladders, lengths."""
+"""Rewards computed from the text: answers, mathematics, tags, patterns, ladders, lengths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from statistics import fmean
 from typing import Any
 
 from keel.base.types import Problem, Reward
-from keel.envs.answers import last_number, last_tag, plain_number
+from keel.envs.answers import last_number, last_tag, math_equal, plain_number
 from keel.envs.rewards.part import as_reward
 
 Judged = Callable[[Problem, Sequence[str]], Any]  # an inner reward of `ladder` or `cosine`
 FULL = 1.0 - 1e-9  # an inner reward of at least this counts as correct
+_TAG = re.compile(r"</?[A-Za-z_]\w*>")
 
 
 def none(problem: Problem, text: str) -> float:
@@ -119,3 +120,10 @@ def _reached(rung: Mapping[str, Any], problem: Problem, text: str, turns: Sequen
     if "tag" in rung:
         return format(problem, text, tags=(rung["tag"],)) == 1.0
     return as_reward(rung["reward"](problem, turns)).total >= float(rung.get("at_least", FULL))
+
+
+def math_reward(problem: Problem, text: str, tag: str | None = None) -> Reward:
+    """1 if the last expression of the text (or of its last `<tag>`) equals the answer: ½, 0.5 and \\frac{1}{2} do."""
+    within = last_tag(text, tag) if tag else _TAG.sub("\n", text)
+    equal = None if within is None else math_equal(str(problem.answer), within)
+    return Reward(float(bool(equal)), {}, parsed=equal is not None)

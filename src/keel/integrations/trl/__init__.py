@@ -1,11 +1,11 @@
-"""Keel inside TRL: `KeelGRPOTrainer` in the place of `GRPOTrainer`, `KeelRunCallback` for a run directory of Keel's.
+"""Keel inside TRL: `KeelGRPOTrainer` replaces `GRPOTrainer`, and `KeelRunCallback` writes a Keel run directory.
 
 `SyncCheck`, `DrawnCheck` and `TraceRecorder` are callbacks for GRPOTrainer itself.
 """
 
 from keel.integrations.versions import TRL
 
-TRL.check_version()  # before anything of TRL is imported: another version may not have what is imported below
+TRL.check_version()  # before importing TRL, because another version may lack the names imported below
 
 from keel.integrations.trl.checks import DrawnCheck, SyncCheck, TraceRecorder  # noqa: E402
 from keel.integrations.trl.rundir import KeelRunCallback  # noqa: E402

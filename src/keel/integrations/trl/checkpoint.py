@@ -1,4 +1,4 @@
-"""Keel's part of a TRL checkpoint: the controller's and the guards' state, and a reference that has moved."""
+"""Keel's part of a TRL checkpoint: the state of the controller and the guards, and a reference that has moved."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.reference import Reference
 from keel.trainer.state import State
 
 STATE, REFERENCE = "keel.json", "keel_reference.pt"
-STILL = ("frozen", "adapter_off")  # the kinds that never move: the trainer's own is the saved one
+STILL = ("frozen", "adapter_off")  # kinds of references that never move, so their weights need not be saved
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -31,9 +31,10 @@ def save_state(
     start: str,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write keel.json, and the weights of a reference that moves: a trainer that goes back may be past another move.
+    """Write keel.json, and the weights of a reference that moves.
 
-    `options` are those that a run is resumed with as they were, by their dotted names.
+    The weights are needed to return to this checkpoint after the reference has moved again. `options`, by dotted name,
+    must not change on resume.
     """
     fingerprint = reference.fingerprint()
     record = {
@@ -53,9 +54,10 @@ def save_state(
 def load_state(
     folder: Path, reference: Reference, start: str, options: Mapping[str, Any] | None = None
 ) -> tuple[State, int] | None:
-    """The state and the batches of rollouts so far, with the reference put back; None of a plain TRL checkpoint.
+    """Restore the reference; return the state and the number of rollout batches, or None for a plain TRL checkpoint.
 
-    Options other than the saved ones are refused: β, the controller's state and the reference continue from those.
+    Options that differ from the saved ones are refused, because β, the controller's state and the reference depend on
+    them.
     """
     path = folder / STATE
     if not path.is_file():
@@ -91,15 +93,15 @@ def load_state(
 
 
 def saved_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of TRL's checkpoints, oldest first."""
+    """TRL's checkpoints as (step, folder), oldest first."""
     folders = [(match, path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))]
     return sorted((int(match.group(1)), path) for match, path in folders)
 
 
 def good_checkpoints(output_dir: Path, confirmed: int) -> Iterator[Path]:
-    """Checkpoints up to the last confirmed step whose own update was applied; newest first."""
+    """Checkpoints up to the last confirmed step whose own update was applied, newest first."""
     for step, path in reversed(saved_checkpoints(output_dir)):
-        whole = all((path / name).is_file() for name in (STATE, TRAINER_STATE_NAME))  # TRL writes the latter last
+        whole = all((path / name).is_file() for name in (STATE, TRAINER_STATE_NAME))  # TRL writes its state last
         if step <= confirmed and whole:
             record: Any = json.loads((path / STATE).read_text(encoding="utf-8"))
             if State.from_dict(record["state"]).good:

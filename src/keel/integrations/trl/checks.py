@@ -1,5 +1,7 @@
-"""Callbacks for an unchanged GRPOTrainer: the sampler's weights after every sync, the weights that drew the tokens,
-and a file of traces."""
+"""Callbacks for an unmodified GRPOTrainer.
+
+They check the sampler's weights after every sync, check which weights drew the tokens, and write a file of traces.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,18 @@ from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
 from keel.integrations.sync import Sampler, SyncLedger, SyncResult, logger, merged_weights, stop_or_warn
-from keel.lab.traces.drawn import LEVEL, DrawnReport, check_drawn
 from keel.lab.traces.records import Trace, write_traces
+from keel.lab.traces.sampler import LEVEL, DrawnReport, check_drawn
 from keel.rollout.engine import StaleWeights
 
 
 class SyncCheck(TrainerCallback):
     """Compare the sampler's weights with the policy's after every sync: `trainer.add_callback(SyncCheck(trainer))`.
 
-    The policy's digests are noted after each update, and before TRL syncs once more in the same step. The sampler's are
-    read when it is next asked for completions. A mismatch raises (`on_mismatch="stop"`) or is logged (`"warn"`).
-    `results` keeps all comparisons, and TRL logs their `sync/wrong_tensors`.
-    `adapter` is the id of a LoRA that the sampler keeps beside its base; TRL itself merges adapters.
+    The policy's digests are stored after each update, and before TRL syncs again in the same step. The sampler's
+    digests are read at the next request for completions. A mismatch raises (`on_mismatch="stop"`) or is logged
+    (`"warn"`). `results` stores all comparisons, and TRL logs their `sync/wrong_tensors`. `adapter` is the id of a LoRA
+    adapter that the sampler stores separately from the base weights; TRL itself merges adapters.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class SyncCheck(TrainerCallback):
         self._step, self._fresh, self._due = -1, False, False
         generation.sync_weights = _after(self._before_sync, generation.sync_weights)
         if generation.mode == "server":
-            if not trainer.accelerator.is_main_process:  # the main process alone talks to the server
+            if not trainer.accelerator.is_main_process:  # only the main process sends requests to the server
                 return
             sampler, asked = Sampler.served(generation.vllm_client.base_url), generation.vllm_client
         else:
@@ -57,13 +59,13 @@ class SyncCheck(TrainerCallback):
         asked.generate = _after(self._compare, asked.generate)
 
     def _before_sync(self) -> None:
-        """A second sync of one step, as after a sleep of vLLM, is of the weights as they are then."""
+        """Store the digests again if TRL syncs twice in a step, for example after vLLM's sleep mode."""
         if not self._fresh:
             self.note()
         self._fresh = False
 
     def _compare(self) -> None:
-        if self._step < 0:  # nothing was ever synced
+        if self._step < 0:  # there was no sync yet
             self.note()
         if self.ledger is not None and self._due:
             self._due = False
@@ -73,7 +75,7 @@ class SyncCheck(TrainerCallback):
             stop_or_warn(self.results[-1], self.on_mismatch)
 
     def note(self) -> None:
-        """Note the policy as it is now; processes without a sampler take part, because shards are gathered."""
+        """Store the current policy's digests. All processes take part, because shards are gathered."""
         self._step, self._fresh, self._due = self.trainer.state.global_step, True, True
         if self.ledger is not None:
             self.ledger.note(self._step)
@@ -88,7 +90,7 @@ class SyncCheck(TrainerCallback):
         self.note()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The best checkpoint may have been loaded, which TRL does not sync."""
+        """Store the digests again: TRL may have loaded the best checkpoint, which it does not sync."""
         self.note()
         if self.ledger is not None and not self.results:
             logger.warning("SyncCheck compared nothing: this trainer asks vLLM for completions in a way of its own")
@@ -104,7 +106,7 @@ def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch as `GRPOTrainer._generate` drew it, before truncated completions are masked, and what TRL made of it."""
+    """A batch from `GRPOTrainer._generate`, before truncated completions are masked, and TRL's scored inputs."""
 
     prompts: Sequence[Any]
     prompt_ids: Sequence[Sequence[int]]
@@ -114,7 +116,7 @@ class Drawn:
     inputs: Mapping[str, Any]
 
     def traces(self, step: int | None = None) -> list[Trace]:
-        """One of each completion; `messages` where prompts are conversations."""
+        """One trace per completion, with `messages` if prompts are conversations."""
 
         def of(name: str, row: int) -> tuple[float, ...] | None:
             values = self.inputs.get(name)
@@ -139,7 +141,7 @@ class Drawn:
 
 
 class TraceRecorder(TrainerCallback):
-    """Append the traces of every generation to a file: for check_tokens and check_depth."""
+    """Append the traces of every generation to a file, for check_tokens and check_depth."""
 
     def __init__(self, trainer: Any, path: Path | str) -> None:
         self.trainer, self.path = trainer, Path(path)
@@ -151,11 +153,11 @@ class TraceRecorder(TrainerCallback):
 
 
 class DrawnCheck(TrainerCallback):
-    """Which of the last weights drew the completions? `trainer.add_callback(DrawnCheck(trainer))`, for any sampler.
+    """Find the step whose weights drew the completions, for any sampler: `trainer.add_callback(DrawnCheck(trainer))`.
 
-    The trained weights of the last `keep` steps stay in main memory; every `every` steps the completions are scored by
-    each of them, and the evidence of several steps is added up until it decides for or against the policy. Then it
-    starts anew, the n-th time at the level 10⁻⁴/n(n+1), so that a run's false alarms stay below 10⁻⁴ together.
+    The trained weights of the last `keep` steps are kept in main memory. Every `every` steps, each of them scores the
+    completions. The evidence of several steps is added until it decides for or against the policy. Then the test
+    restarts. The n-th test has the level 10⁻⁴/n(n+1), so the probability of a false alarm in a run is below 10⁻⁴.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class DrawnCheck(TrainerCallback):
         return {name: p for name, p in self.trainer.model.named_parameters() if p.requires_grad}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep the weights before each update; those of the step itself are the policy's."""
+        """Store the weights before each update. The weights of the current step are the policy's."""
         self._past[state.global_step] = {n: p.detach().to("cpu", copy=True) for n, p in self._trained().items()}
         while len(self._past) > self.keep + 1:
             self._past.popitem(last=False)
@@ -226,7 +228,7 @@ class DrawnCheck(TrainerCallback):
         rows = [torch.tensor(row, dtype=torch.bool) for row in drawn.action]
         sampled = pad_sequence(rows, batch_first=True).to(completion.device)
         real = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(completion.device)
-        width = completion.size(1) - real.size(1)  # TRL may pad to a multiple
+        width = completion.size(1) - real.size(1)  # TRL may pad to a multiple of some length
         sampled, real = (functional.pad(mask, (0, width)) for mask in (sampled, real))
         was_training = self.trainer.model.training
         self.trainer.model.eval()
@@ -243,7 +245,7 @@ class DrawnCheck(TrainerCallback):
 
 
 def _after_generation(trainer: Any, look: Callable[[Drawn], None]) -> None:
-    """Show each batch of completions to `look`, as it was drawn and as TRL has scored it."""
+    """Call `look` with each batch of completions, with the drawn tokens and TRL's scored inputs."""
     generate, score = trainer._generate, trainer._generate_and_score_completions
     drawn: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from keel.verify.peer_terms import Losses, PeerTerm, PeerTermResult, by_token, e
 
 
 def formulas() -> Sequence[PeerTerm]:
-    """Every KL term of the installed TRL that can be called on its own."""
+    """Every KL term of the installed TRL that can be called separately."""
     grpo, gmpo = _args(GRPOConfig), _args(GMPOConfig, beta=1.0)
     full, gkd = _args(DistillationConfig), _args(GKDConfig)
     server = _args(ServerDistillationConfig, teacher_model_server_url="http://127.0.0.1")
@@ -83,19 +83,19 @@ def formulas() -> Sequence[PeerTerm]:
 
 
 def kl_of(trainer: type[GRPOTrainer] = GRPOTrainer, **options: Any) -> PeerTermResult:
-    """What the KL term of a trainer is under options of GRPOConfig: `kl_of(MyTrainer, loss_type="dr_grpo")`."""
+    """Examine the KL term of a trainer under options of GRPOConfig: `kl_of(MyTrainer, loss_type="dr_grpo")`."""
     text = ", ".join(f"{name}={value}" for name, value in options.items()) or "TRL's defaults"
     losses = _grpo(trainer, _args(GRPOConfig, **{**options, "beta": 1.0, "max_completion_length": 1}))
     return examine_term("TRL", TRL.check_version(), PeerTerm(trainer.__name__, text, trainer._compute_loss, losses))
 
 
 def _args(kind: type, **changes: Any) -> Any:
-    """TRL's defaults, without an accelerator."""
+    """Arguments with TRL's defaults, without an accelerator."""
     return kind(use_cpu=True, bf16=False, report_to="none", **changes)
 
 
 class _Trainer:
-    """What a trainer's `_compute_loss` reads of it, before the trainer's class among the bases."""
+    """The attributes that a trainer's `_compute_loss` reads. In subclasses it precedes the trainer's class."""
 
     logp: Tensor
 
@@ -107,7 +107,7 @@ class _Trainer:
 
 
 def _grpo(cls: type[GRPOTrainer], args: Any) -> Losses:
-    """The trainer's loss of one token with an advantage of 0: its KL term, whatever the loss averages over."""
+    """The trainer's loss for one token with an advantage of 0, which is its KL term under any reduction."""
     stub = type("OneToken", (_Trainer, cls), {})
     trainer = stub(
         args=args,
@@ -152,7 +152,7 @@ def _grpo(cls: type[GRPOTrainer], args: Any) -> Losses:
 
 def _chunked(beta: float) -> Losses:
     def loss(student: Tensor, teacher: Tensor) -> Tensor:
-        head = torch.eye(len(student), dtype=student.dtype)  # logits as hidden states under an identity
+        head = torch.eye(len(student), dtype=student.dtype)  # the identity as head, so that hidden states are logits
         return distillation._chunked_divergence_loss(
             student[None, None], teacher[None, None], head, head, torch.ones(1, 1), beta
         )[0]

@@ -1,4 +1,4 @@
-"""Notes on allowed options of TRL with unexpected effects; dropout is refused where the KL makes decisions."""
+"""Notes on allowed options of TRL with unexpected effects. Dropout is refused if decisions depend on the KL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.kl import KLOptions, Pairing, advise
 from keel.kl.facts import POLICY_REF
 from keel.models.dropout import module_dropouts
 
-# Keys of generation_kwargs that change which distribution samples are drawn from.
+# Keys of generation_kwargs that change the sampling distribution.
 SHAPING = (
     *("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "do_sample"),
     *("num_beams", "repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size", "logit_bias"),
@@ -60,7 +60,7 @@ def _sampling_notes(args: Any) -> list[str]:
 
 
 def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
-    """A note on dropout; it is refused where the measured KL decides something, because dropout makes it noise."""
+    """A note on dropout. Dropout is refused if decisions depend on the measured KL, because it adds noise to the KL."""
     active = [f"{path}.{key}={value:g}" for path, _, key, value in module_dropouts(model) if value > 0]
     if not active:
         return []

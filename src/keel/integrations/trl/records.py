@@ -1,4 +1,4 @@
-"""Completions of a TRL batch as Keel's files hold them: rollouts to look at, and batches whose update was skipped."""
+"""Completions of a TRL batch in the format of Keel's files: rollouts, and batches whose update was skipped."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from keel.integrations.trl.window import Pass
 from keel.trainer.records import token_texts
 
-GROUPS = 2  # of an update that rollouts.jsonl shows
+GROUPS = 2  # groups per update in rollouts.jsonl
 
 
 def rollout_records(passes: Sequence[Pass], tokenizer: Any, eos_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of the first groups that these passes have scored, one record a completion.
+    """Records of the first groups that these passes have scored, one per completion.
 
-    Groups are counted through the batches of the update, of which there are several where TRL generates more often
-    than it updates.
+    Groups are numbered over all batches of the update. There are several batches if TRL generates more often than it
+    updates.
     """
     records = []
     before = _groups_before(passes)
@@ -53,7 +53,7 @@ def rollout_records(passes: Sequence[Pass], tokenizer: Any, eos_ids: Sequence[in
 
 
 def _groups_before(passes: Sequence[Pass]) -> dict[int, int]:
-    """How many groups the update has had before each of its batches, by the batch's identity."""
+    """The number of groups in the update before each of its batches, by the batch's identity."""
     before, count = dict[int, int](), 0
     for part in passes:
         if id(part.generated) not in before:
@@ -63,7 +63,7 @@ def _groups_before(passes: Sequence[Pass]) -> dict[int, int]:
 
 
 def skipped_record(passes: Sequence[Pass], tokenizer: Any) -> list[dict[str, Any]]:
-    """Every completion of an update, with the numbers that its loss was made of."""
+    """Every completion of an update, with the numbers that its loss was computed from."""
     return [
         {
             "prompt_tokens": _prompt_tokens(part, index),
@@ -82,7 +82,7 @@ def skipped_record(passes: Sequence[Pass], tokenizer: Any) -> list[dict[str, Any
 
 
 def problem_key(prompt: Any) -> str:
-    """A name for a prompt: the same for the same prompt."""
+    """A key for a prompt. Equal prompts have equal keys."""
     return hashlib.sha256(json.dumps(prompt, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -94,7 +94,7 @@ def messages_of(prompt: Any) -> list[dict[str, str]]:
 
 
 def _text(content: Any) -> str:
-    """The text of a message, of one with pictures the text beside them."""
+    """The text of a message, without pictures."""
     if isinstance(content, list):
         return " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
     return "" if content is None else str(content)
@@ -106,7 +106,7 @@ def _prompt_tokens(part: Pass, index: int) -> list[int]:
 
 
 def _tokens(part: Pass, index: int) -> list[int]:
-    """All tokens after the prompt, padding left out; none where TRL has masked a completion that was cut off."""
+    """All tokens after the prompt, without padding; empty if TRL has masked a truncated completion."""
     tokens: list[int] = part.inputs["completion_ids"][index][part.inputs["completion_mask"][index].bool()].tolist()
     return tokens
 

@@ -1,7 +1,7 @@
-"""The reference of a policy that TRL has prepared: a copy with a head of its own, or the adapters off.
+"""The reference of a policy that TRL has prepared: a copy with its own head, or the policy with disabled adapters.
 
-The base under LoRA stays bit by bit what it was while TRL merges the adapter for its sampler and takes it off again:
-(W + Δ) − Δ is not W in floating point, so every sync would otherwise move the base a little, and with it the reference.
+For each sync, TRL merges the LoRA adapter for its sampler and unmerges it again. In floating point (W + Δ) − Δ is not
+W, so every sync would change the base slightly, and with it the reference. Keel therefore restores the base bit by bit.
 """
 
 from __future__ import annotations
@@ -25,30 +25,35 @@ from keel.reference.options import ReferenceOptions
 
 
 def reference_of(trainer: Any, options: ReferenceOptions, *, exact: bool) -> Reference:
-    """A reference with the policy's current weights; `exact`: it also serves the KL over the vocabulary."""
+    """A reference with the policy's current weights. With `exact`, it also supports the KL over the vocabulary."""
+    policy = trainer.model
+    reference = build_reference(options.kind, policy_of(trainer), **options.params)
+    with reference.model() as model:
+        inner = causal_lm(model)
+        if inner is not causal_lm(policy):
+            _give_own_head(inner, trainer.temperature, in_fp32=trainer.args.cast_lm_head_to_fp32)
+        if exact:  # measure the head now, because accelerate later runs the forward in mixed precision
+            head_of(model), head_of(policy)
+    return reference
+
+
+def policy_of(trainer: Any) -> LoadedModel:
+    """The trained model of a trainer, as a `LoadedModel`."""
     policy, tokenizer = trainer.model, trainer._tokenizer
-    loaded = LoadedModel(
+    return LoadedModel(
         model=policy,
         tokenizer=tokenizer,
         name=str(getattr(policy.config, "_name_or_path", "")),
-        context_length=None,
+        context_length=getattr(policy.config, "max_position_embeddings", None),
         eos_ids=tuple(trainer.eos_token_ids),
         pad_id=tokenizer.pad_token_id,
         device=trainer.accelerator.device,
         dtype=policy.dtype,
     )
-    reference = build_reference(options.kind, loaded, **options.params)
-    with reference.model() as model:
-        inner = causal_lm(model)
-        if inner is not causal_lm(policy):
-            _give_own_head(inner, trainer.temperature, in_fp32=trainer.args.cast_lm_head_to_fp32)
-        if exact:  # measured now: later accelerate runs the forward in mixed precision
-            head_of(model), head_of(policy)
-    return reference
 
 
 def _give_own_head(copy: Any, temperature: float, *, in_fp32: bool) -> None:
-    """TRL's fused head on a copy of the policy, whose patched forwards still run the policy's weights."""
+    """Patch TRL's fused head into a copy of the policy. The copied forwards would use the policy's own weights."""
     copy.__dict__.pop("forward", None)
     head: Any = copy.get_output_embeddings()
     if in_fp32:
@@ -66,7 +71,7 @@ def is_needed(kl: KLOptions, step: int, updates: int) -> bool:
 
 
 def keeping_base(model: nn.Module, sync: Callable[[], Any]) -> Callable[[], Any]:
-    """Call `sync`, then restore the weights of adapted layers from a copy in host memory."""
+    """A function that calls `sync` and then restores the weights of adapted layers from a copy in host memory."""
     kept = [(weight, weight.detach().to("cpu", copy=True)) for weight in adapted_weights(model)]
 
     @wraps(sync)

@@ -1,4 +1,4 @@
-"""A run directory of Keel's beside TRL's files, so that `keel report`, `show`, `doctor` and `kl` read a TRL run."""
+"""A Keel run directory next to TRL's files, so that `keel report`, `show`, `doctor` and `kl` can read a TRL run."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
 logger = logging.getLogger("keel")
-PROMPTS = "prompts.jsonl"  # some of the data's, for `keel kl RUN`
+PROMPTS = "prompts.jsonl"  # some of the dataset's prompts, for `keel kl RUN`
 NUM_PROMPTS = 64
-MAX_SKIPPED_FILES = 20  # batches kept for inspection, at most
+MAX_SKIPPED_FILES = 20  # largest number of skipped batches kept for inspection
 
 
 class KeelRunCallback(TrainerCallback):
     """Writes metrics.jsonl, config.yaml, events.jsonl, rollouts.jsonl, findings.json, summary.json and report.html.
 
-    They lie in TRL's own `output_dir`, where `checkpoints/step-N` links to its `checkpoint-N`; with `push_to_hub` in
-    `_keel` there, which is not uploaded. Added to a plain `GRPOTrainer` it writes what TRL logs, under Keel's names;
-    `KeelGRPOTrainer` has one of its own, and writes a complete line every step. `if_exists="replace"` discards a run
-    that lies there already, with its checkpoints. rollouts.jsonl has two groups of every `rollouts_every`-th batch, and
-    is not written at 0.
+    The files are in TRL's `output_dir`, and `checkpoints/step-N` links to TRL's `checkpoint-N`. With `push_to_hub` they
+    are in its subfolder `_keel`, which is not uploaded. Added to a plain `GRPOTrainer`, the callback writes TRL's logs
+    under Keel's metric names. `KeelGRPOTrainer` has this callback built in and writes a complete line every step.
+    `if_exists="replace"` discards an existing run with its checkpoints. rollouts.jsonl has two groups of every
+    `rollouts_every`-th batch; with `rollouts_every=0` it is not written.
     """
 
     def __init__(self, *, if_exists: str = "refuse", report: bool = True, rollouts_every: int | None = None) -> None:
@@ -57,7 +57,7 @@ class KeelRunCallback(TrainerCallback):
         if rollouts_every is not None and rollouts_every < 0:
             raise KeelError(f"rollouts_every is {rollouts_every}: use 0 (never) or more")
         self.if_exists, self.report, self.rollouts_every = if_exists, report, rollouts_every
-        self.settings: TrlSettings | None = None  # of KeelGRPOTrainer, which writes the lines itself
+        self.settings: TrlSettings | None = None  # set by KeelGRPOTrainer, which writes the lines itself
         self.notes: list[str] = []
         self.state: State | None = None
         self._directory: RunDirectory | None = None
@@ -66,17 +66,17 @@ class KeelRunCallback(TrainerCallback):
     # --------------------------------------------------------------------------------- what trainers write
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl."""
+        """Write a line of metrics.jsonl."""
         if self._loggers is not None:
             self._loggers.step(step, metrics)
 
     def shows(self, batch: int) -> bool:
-        """Whether rollouts.jsonl has some of that batch, counted from 0."""
+        """Whether rollouts.jsonl includes completions of this batch; batches are counted from 0."""
         every = 1 if self.rollouts_every is None else self.rollouts_every
         return every > 0 and batch % every == 0
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Completions of a step."""
+        """Write completions of a step to rollouts.jsonl."""
         if self._loggers is not None:
             self._loggers.rollouts(step, records)
 
@@ -86,7 +86,7 @@ class KeelRunCallback(TrainerCallback):
             self._loggers.event(kind, **fields)
 
     def skipped(self, step: int, record: Mapping[str, Any], cause: str) -> None:
-        """Save a batch whose update was skipped, up to `MAX_SKIPPED_FILES`."""
+        """Save a batch whose update was skipped; at most `MAX_SKIPPED_FILES` are saved."""
         if self._directory is None:
             return
         fields: dict[str, Any] = {"message": f"an update was skipped: {cause}", "nonfinite": record["first_nonfinite"]}
@@ -104,7 +104,7 @@ class KeelRunCallback(TrainerCallback):
             raise KeelError("rollouts_every is for KeelGRPOTrainer; a plain GRPOTrainer writes none: leave it out")
         if not state.is_world_process_zero:
             return
-        self.close()  # of a run that was interrupted
+        self.close()  # an interrupted run may have left it open
         self._began = time.monotonic()
         path, resumed = run_folder(args), state.global_step > 0
         self._directory = _open(path, resumed, state.global_step, replace_old=self.if_exists == "replace")
@@ -124,7 +124,7 @@ class KeelRunCallback(TrainerCallback):
             self.event("note", step=state.global_step, message=note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
-        """A line of a plain trainer, under Keel's names; Keel's own writes a line a step."""
+        """Write a plain trainer's log under Keel's names. `KeelGRPOTrainer` writes its own line every step."""
         if self._loggers is None or self.settings is not None or "loss" not in (logs or {}):
             return
         line = {}
@@ -146,11 +146,11 @@ class KeelRunCallback(TrainerCallback):
         self._directory.sync()
         _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         name = f"step-{state.global_step}"
-        if (self._directory.checkpoints / name).exists():  # none is written of what a guard has stopped
+        if (self._directory.checkpoints / name).exists():  # after a guard's stop there is no checkpoint
             self.event("checkpoint", step=state.global_step, path=f"{CHECKPOINTS}/{name}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        """What became of the weights, the findings, the summary and the report."""
+        """Write whether the weights have changed, the findings, the summary and the report."""
         if self._directory is None or self._loggers is None:
             return
         after = trained_weights(model)
@@ -172,7 +172,7 @@ class KeelRunCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Release the folder; safe to call twice."""
+        """Release the folder. It may be called twice."""
         if self._directory is not None and self._loggers is not None:
             self._loggers.close()
             self._directory.close()
@@ -180,18 +180,20 @@ class KeelRunCallback(TrainerCallback):
 
 
 def trained_weights(model: Any) -> str:
-    """A fingerprint of what the optimizer may change; a base that is merged and unmerged for a sampler counts not."""
+    """A fingerprint of the weights that the optimizer may change. The base under LoRA is excluded: TRL's syncs merge
+    and unmerge it.
+    """
     named = unwrap(model).named_parameters()
     return fingerprint_tensors((name, parameter) for name, parameter in named if parameter.requires_grad)
 
 
 def run_folder(args: Any) -> Path:
-    """The folder of Keel's files: names with a leading underscore are not pushed to the hub with the model."""
+    """The folder of Keel's files. A name with a leading underscore is not pushed to the hub with the model."""
     return Path(args.output_dir) / "_keel" if args.push_to_hub else Path(args.output_dir)
 
 
 def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDirectory:
-    """The folder as a run directory; lines past the checkpoint that is resumed from are set aside."""
+    """Open the folder as a run directory. On resume, lines after the checkpoint are moved to another file."""
     if resumed and (path / CONFIG).is_file():
         directory = RunDirectory.resume(path)
         if directory.has_lines_past(step):
@@ -207,13 +209,13 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
             "trainer.train(resume_from_checkpoint=True), or discard it with "
             "callbacks=[KeelRunCallback(if_exists='replace')]"
         ) from None
-    for folder in discarded:  # now that no other process writes here; the new run must not find another's checkpoints
+    for folder in discarded:  # the folder is now locked; the new run must not use the old run's checkpoints
         shutil.rmtree(folder)
     return directory
 
 
 def _write_prompts(directory: RunDirectory, loader: Any) -> Path | None:
-    """Some of the data's prompts in a file that the task `dataset` reads; None where the data do not show any."""
+    """Write some of the dataset's prompts to a file for the task `dataset`; None if the dataset has no prompts."""
     dataset, lines = getattr(loader, "dataset", None), dict[str, None]()
     if dataset is None or not hasattr(dataset, "__len__"):
         return None
@@ -226,7 +228,7 @@ def _write_prompts(directory: RunDirectory, loader: Any) -> Path | None:
 
 
 def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) -> dict[str, Any]:
-    """What config.yaml says beside the options: name, length, model, adapter, prompts."""
+    """The entries of config.yaml in addition to the options: name, length, model, adapter, prompts."""
     inner = unwrap(model)
     own: dict[str, Any] = {
         "run__name": path.name or "trl",
@@ -252,14 +254,14 @@ def _about(args: Any, state: Any, model: Any, path: Path, prompts: Path | None) 
 
 
 def _linked_checkpoints(path: Path) -> list[Path]:
-    """TRL's folders that the run's `checkpoints/step-N` link to."""
+    """TRL's folders to which the run's `checkpoints/step-N` link."""
     links = [link for link in (path / CHECKPOINTS).glob("step-*") if link.is_symlink()]
     folders = [link.resolve() for link in links]
     return [folder for folder in folders if folder.name.startswith("checkpoint-") and folder.is_dir()]
 
 
 def _link_checkpoints(folder: Path, output_dir: Path) -> None:
-    """`checkpoints/step-N` for every `checkpoint-N` that is there; a link to one that TRL has removed goes."""
+    """Link `checkpoints/step-N` to every existing `checkpoint-N`, and remove links to checkpoints that TRL removed."""
     for link in folder.glob("step-*"):
         if link.is_symlink() and not link.exists():
             link.unlink()

@@ -1,4 +1,4 @@
-"""From TRL's tensors to Keel's: rows, denominators, and the exact KL over the vocabulary from hidden states."""
+"""Convert TRL's tensors to Keel's: rows, denominators, and the exact KL over the vocabulary from hidden states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.losses.reductions import Denominators
 from keel.models.chunked import StatsOptions, default_chunk, token_stats
 from keel.models.head import LogitsOf, body_of, head_of
 
-# What a forward of a model with pictures takes beside the tokens, as TRL keeps it with the completions.
+# Inputs of a vision-language model's forward in addition to the tokens. TRL stores them with the completions.
 FORWARD = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -24,13 +24,13 @@ FORWARD = (
 
 
 def action_mask(inputs: Mapping[str, Any]) -> Tensor:
-    """True on tokens that the policy sampled: completions without padding and without what tools answered."""
+    """The mask of tokens that the policy sampled: completions without padding and tool answers."""
     mask: Tensor = inputs["completion_mask"]
     return (mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]).bool()
 
 
 def rows_of(inputs: Mapping[str, Any], *, filtered: bool) -> Batch:
-    """The microbatch as Keel's losses read it. `filtered`: vLLM's log-probabilities are of what filters left."""
+    """The microbatch as a `Batch`. `filtered` means that vLLM's log-probabilities are those after filters."""
     drawn = inputs.get("sampling_per_token_logps")
     return Batch(
         action_mask=action_mask(inputs),
@@ -43,10 +43,10 @@ def rows_of(inputs: Mapping[str, Any], *, filtered: bool) -> Batch:
 
 
 def denominators(args: Any, kl: KLOptions, inputs: Mapping[str, Any], accumulated: int | None) -> Denominators:
-    """What a microbatch is divided by, so that the mean over processes of the sums over microbatches is the update's.
+    """The denominators of a microbatch. The loss of an update is the mean over processes of sums over microbatches.
 
-    `accumulated` is the number of microbatches of the update, None in evaluation. The tokens are those of the batch
-    of rollouts, cut down to one update, as TRL counts for dapo; only under bnpo's own reduction they are local.
+    `accumulated` is the number of microbatches of the update, None in evaluation. Like TRL for dapo, the tokens are
+    counted over the batch of rollouts and scaled to one update. Only under bnpo's own reduction the count is local.
     """
     mask, microbatches = action_mask(inputs), accumulated or 1
     own = kl.placement != "loss" or kl.reduction == "loss"
@@ -61,7 +61,7 @@ def denominators(args: Any, kl: KLOptions, inputs: Mapping[str, Any], accumulate
 
 @contextmanager
 def hidden_states(model: nn.Module, *, wanted: bool) -> Iterator[list[Tensor]]:
-    """The last hidden states of every forward inside, final norm included; none where they are not wanted."""
+    """Collect the last hidden states, after the final norm, of every forward in this context; empty unless `wanted`."""
     states: list[Tensor] = []
     if not wanted:
         yield states
@@ -91,7 +91,7 @@ def with_exact_kl(
     temperature: float,
     ref_head: LogitsOf,
 ) -> Scores:
-    """The scores with the exact KL in both directions over the vocabulary, a chunk of tokens at a time."""
+    """Add the exact KL in both directions over the vocabulary to the scores, in chunks of tokens."""
     mask, head = action_mask(inputs), head_of(model)
     weight = getattr(head.module, "weight", None)
     options = StatsOptions(

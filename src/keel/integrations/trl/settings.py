@@ -1,4 +1,4 @@
-"""The bridge's settings: refusals, β from one of two places, and TRL's options under Keel's names."""
+"""The bridge's settings: checks, the choice of β, and TRL's options under Keel's names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from keel.run.resume import may_change
 from keel.trainer.options import GuardOptions
 from keel.verify.custom import estimator_facts
 
-# How each of TRL's losses averages over tokens, in the words of `keel.losses.reductions`. luspo sums each completion's
-# tokens: a constant of 1 instead of the longest completion.
+# The reduction of each TRL loss, by its name in `keel.losses.reductions`. luspo sums each completion's tokens, so its
+# constant is 1 instead of the longest completion.
 REDUCTIONS = {
     **dict.fromkeys(("grpo", "sapo"), "sequence_mean"),
     **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), "token_mean"),
     **dict.fromkeys(("dr_grpo", "luspo"), "constant"),
 }
-# Options of GRPOConfig that config.yaml shows under Keel's names, where they have one.
+# Options of GRPOConfig that config.yaml shows, under Keel's names if there is one.
 SHOWN = (
     *("loss_type", "epsilon", "epsilon_high", "delta", "num_iterations", "importance_sampling_level", "scale_rewards"),
     *("mask_truncated_completions", "entropy_coef", "num_generations", "temperature", "top_p", "top_k", "min_p"),
@@ -40,7 +40,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class TrlSettings:
-    """Keel's options, checked against TRL's."""
+    """Keel's options, checked against TRL's options."""
 
     kl: KLOptions
     guards: GuardOptions
@@ -48,7 +48,7 @@ class TrlSettings:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The options that must not change on resume, by their dotted names."""
+        """The options that must not change on resume, by dotted name."""
         sections = {"kl": self.kl, "reference": self.reference}
         named = {
             f"{section}.{name}": value
@@ -59,7 +59,7 @@ class TrlSettings:
 
 
 def check_args(args: Any) -> None:
-    """Refuse what the bridge does not support, before a model is loaded."""
+    """Refuse options that the bridge does not support, before a model is loaded."""
     from trl import GRPOConfig
 
     if not isinstance(args, GRPOConfig):
@@ -103,12 +103,12 @@ T = TypeVar("T", bound=Options)
 
 
 def _section(name: str, kind: type[T], value: T | Mapping[str, Any] | None) -> T:
-    """A section of options, as it is or from a mapping."""
+    """A section of options, given as an object or a mapping."""
     if isinstance(value, kind):
         return value
     if value is not None and not isinstance(value, Mapping):
         raise KeelError(f"{name} is a {type(value).__name__}: give a {kind.__name__}, or its options as a mapping")
-    validate({name: value or {}})  # one line on what is wrong, under its dotted name
+    validate({name: value or {}})  # raises an error of one line with the dotted name
     return kind.model_validate(value or {})
 
 
@@ -118,7 +118,7 @@ def settle(
     guards: GuardOptions | Mapping[str, Any] | None,
     reference: ReferenceOptions | Mapping[str, Any] | None,
 ) -> TrlSettings:
-    """Keel's options with β filled in from `GRPOConfig.beta` where they do not name it; what cannot work is refused."""
+    """Keel's options. β defaults to `GRPOConfig.beta`. Raises for options that cannot work."""
     kl = _section("kl", KLOptions, kl)
     guards, reference = _section("guards", GuardOptions, guards), _section("reference", ReferenceOptions, reference)
     if "beta" not in kl.model_fields_set:
@@ -168,7 +168,7 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
 
 
 def _guards(guards: GuardOptions) -> GuardOptions:
-    """The guards; runs inside TRL cannot roll back, so `on_nans` defaults to stop."""
+    """The guards. Runs inside TRL cannot roll back, so `on_nans` defaults to stop."""
     for name in sorted({"max_rollbacks", "recovery_lr_factor"} & guards.model_fields_set):
         raise KeelError(f"guards.{name} is of rollbacks, which are not done inside TRL: leave it out")
     if "on_nans" not in guards.model_fields_set:
@@ -179,7 +179,7 @@ def _guards(guards: GuardOptions) -> GuardOptions:
 
 
 def several_updates(args: Any) -> bool:
-    """Whether a batch of rollouts serves several updates, as TRL itself asks (`_generate_and_score_completions`)."""
+    """Whether a batch of rollouts is used for several updates, by TRL's rule in `_generate_and_score_completions`."""
     return bool(args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0)
 
 
@@ -191,14 +191,14 @@ def pairing_of(kl: KLOptions, args: Any) -> Pairing:
 
 
 def controller(kl: KLOptions, args: Any) -> BetaController:
-    """The controller of β; its step is TRL's, one update."""
+    """The controller of β. Its step is TRL's step, which is one update."""
     return controller_from_options(
         kl, args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
     )
 
 
 def mismatch_of(args: Any) -> MismatchOptions:
-    """What TRL does about the difference between vLLM and the model, in Keel's words."""
+    """TRL's correction of the mismatch between vLLM and the model, as Keel options."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return MismatchOptions(kind="none")
     level = args.vllm_importance_sampling_mode.partition("_")[0]
@@ -207,12 +207,12 @@ def mismatch_of(args: Any) -> MismatchOptions:
 
 
 def config_of(args: Any, settings: TrlSettings | None, **own: Any) -> tuple[Config, list[str]]:
-    """A configuration of Keel's with as much of TRL's as has a counterpart, and a sentence on each option that has not.
+    """A Keel configuration from TRL's options, and a sentence on each option without a counterpart.
 
-    `own` are dotted options that the caller knows, with `__` for the dot.
+    `own` are further options of the caller, by dotted name with `__` instead of the dot.
     """
     given = {name: getattr(args, name, None) for name in SHOWN}
-    if given["generation_batch_size"] is not None:  # TRL fills in the one from the other
+    if given["generation_batch_size"] is not None:  # TRL computes one of the two options from the other
         given["steps_per_generation"] = None
     given["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     named = peers.by_name({name: _plain(value) for name, value in given.items() if value is not None}, is_option)
@@ -236,9 +236,9 @@ def config_of(args: Any, settings: TrlSettings | None, **own: Any) -> tuple[Conf
 
 
 def _accepted(tree: dict[str, Any], groups: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, Any], list[str]]:
-    """The tree with as many groups of options as Keel takes, in their order, and why the others are left out.
+    """Add the groups of options that Keel accepts to the tree; also return why the others are left out.
 
-    All are tried at once, then each half: a configuration takes a while to check, and few options are refused.
+    All groups are tried together, then each half, because checking a configuration is slow and few are refused.
     """
     changed = copy.deepcopy(tree)
     for _, options in groups:
@@ -257,5 +257,5 @@ def _accepted(tree: dict[str, Any], groups: Sequence[tuple[str, dict[str, Any]]]
 
 
 def _plain(value: Any) -> Any:
-    """An enumeration by its value, anything else as it is."""
+    """The value of an enumeration member; other objects unchanged."""
     return getattr(value, "value", value)

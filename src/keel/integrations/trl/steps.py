@@ -1,4 +1,4 @@
-"""Keel's hooks in a step: before the optimizer's step, after it, and at the end of the step."""
+"""Keel's hooks in a training step: before the optimizer's step, after it, and at the end."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ logger = logging.getLogger("keel")
 
 
 class Steps(TrainerCallback):
-    """Guard an update, update β after it and record it; `trainer` is the KeelGRPOTrainer."""
+    """Guards an update, then updates β and records the step. `trainer` is the KeelGRPOTrainer."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.limits = GuardLimits.of(trainer.keel.guards, {})
         self.grad_norm = math.nan
         self.update: Update | None = None
-        self.seen: dict[str, int] = {}  # of the values that TRL has listed since its last log, by name
-        self.names: set[str] = set()  # of the metrics that are Keel's in TRL's log
+        self.seen: dict[str, int] = {}  # per metric: how many values since TRL's last log were already read
+        self.names: set[str] = set()  # names of Keel's metrics in TRL's log
 
     def begin(self) -> None:
-        """Forget a run that was interrupted."""
+        """Discard the state of an interrupted run."""
         self.update, self.seen = None, {}
 
     # -------------------------------------------------------------------------------------- guarded update
@@ -59,9 +59,9 @@ class Steps(TrainerCallback):
         line, applied, tokens = trainer._world.broadcast(own)
         if not applied:
             for parameter in trainer.model.parameters():
-                parameter.grad = None  # an optimizer passes over what has no gradient, its moments too
+                parameter.grad = None  # an optimizer skips parameters without a gradient, including their moments
         self.update = Update(window, line, applied, tokens)
-        # the schedule of the learning rate waits for an update that was made, as fp16's scaler lets it
+        # With this flag, which fp16's scaler also sets, the learning-rate schedule skips a skipped update.
         trainer.optimizer._is_overflow = False
 
     def _judged(self, window: Window) -> tuple[dict[str, float], bool, int]:
@@ -113,7 +113,7 @@ class Steps(TrainerCallback):
         trainer._passes, self.update = [], None
 
     def _at_start(self, line: Mapping[str, float]) -> GuardViolation | None:
-        """The check of Keel's own trainer, at the first update of weights that the reference was made of."""
+        """The step-0 check of Keel's own trainer, at the first update after the reference was created."""
         trainer, args = self.trainer, self.trainer.args
         if trainer._trained:
             return None
@@ -132,7 +132,7 @@ class Steps(TrainerCallback):
         return next((violation for violation in found if violation.action == "stop"), None)
 
     def _own_metrics(self, tokens: int) -> dict[str, float]:
-        """TRL's metrics of this update under Keel's names: means of the values since the last update."""
+        """TRL's metrics of this update under Keel's names. Each is the mean of the values since the last update."""
         metrics: dict[str, float] = {}
         for name, values in self.trainer._metrics["train"].items():
             fresh = [value for value in values[self.seen.get(name, 0) :] if not math.isnan(value)]
@@ -146,7 +146,7 @@ class Steps(TrainerCallback):
         return {**metrics, "memory/peak_gib": peak_gib(self.trainer.accelerator.device)}
 
     def _next_state(self, before: State, line: dict[str, float], update: Update) -> State:
-        """β by the controller, and the guards' memory."""
+        """The next state: β from the controller, and the guards' state."""
         trainer = self.trainer
         last_kl = {name: value for name, value in line.items() if name.startswith("kl/policy_ref/")}
         steered = trainer.keel_controller.update(before.kl, controlled_kl(line, trainer.keel_controller.unit))
@@ -161,7 +161,7 @@ class Steps(TrainerCallback):
         )
         if "reward/std" in line:
             return judged
-        # an update on rewards that were counted before
+        # The rewards of this update were already counted in an earlier one.
         return replace(judged, constant_rewards=before.constant_rewards, zero_advantages=before.zero_advantages)
 
     def _stop(self, violation: GuardViolation, control: Any) -> None:
@@ -174,7 +174,7 @@ class Steps(TrainerCallback):
             often = "lower" if trainer.args.save_strategy == "steps" else "set save_strategy='steps' and"
             outcome = f"the run stops, without a good checkpoint to go back to: {often} save_steps"
         else:
-            trainer.state.best_model_checkpoint = good  # the one that transformers spares, and loads, at the end
+            trainer.state.best_model_checkpoint = good  # transformers keeps this checkpoint and loads it at the end
             outcome = (
                 f"the run stops at its last good checkpoint, {Path(good).name}; go on from there with: "
                 f"trainer.train(resume_from_checkpoint={good!r})"
@@ -187,9 +187,9 @@ class Steps(TrainerCallback):
     # ------------------------------------------------------------------------------------ what is recorded
 
     def _record(self, line: Mapping[str, float], before: State, update: Update) -> None:
-        """Keel's metrics to TRL's log, a complete line to the run directory, and the batch of a skipped update."""
+        """Log Keel's metrics in TRL and a complete line in the run directory; save the batch of a skipped update."""
         trainer, step = self.trainer, self.trainer.state.global_step
-        for name in (*update.line, "guard/over_budget"):  # the others TRL logs itself, under its names
+        for name in (*update.line, "guard/over_budget"):  # TRL itself logs the other metrics, under its own names
             trainer._metrics["train"][name].append(line[name])
             self.seen[name] = len(trainer._metrics["train"][name])
             self.names.add(name)
@@ -218,7 +218,7 @@ class Steps(TrainerCallback):
             self._event(kind, message)
 
     def pool(self) -> None:
-        """Reduce Keel's metrics since TRL's last log to one number each, which TRL's mean does not change."""
+        """Reduce each of Keel's metrics since TRL's last log to one number, so that TRL's mean does not change it."""
         metrics = self.trainer._metrics["train"]
         for name in self.names & metrics.keys():
             metrics[name] = [over_steps(name, metrics[name])]
@@ -231,7 +231,9 @@ class Steps(TrainerCallback):
 
 
 def over_steps(name: str, values: Sequence[float]) -> float:
-    """A metric of several steps: of a standard error that of their mean, the largest, the smallest, or the mean."""
+    """Reduce a metric over several steps, by its name: to the standard error of the mean, the maximum, the minimum or
+    the mean.
+    """
     known = [value for value in values if not math.isnan(value)]
     if not known:
         return math.nan

@@ -1,8 +1,8 @@
-"""`KeelGRPOTrainer`: TRL's trainer with Keel's KL term, reference, controller and guards in place of its own.
+"""`KeelGRPOTrainer`: TRL's trainer with Keel's KL term, reference, controller and guards.
 
-TRL generates, scores and computes its policy loss at β = 0; Keel adds its KL term to that loss, decides before the
-optimizer's step whether the update is made, and after it what β is next. What each method overrides is TRL's or
-transformers' own, and partly private: `keel.integrations.versions` says which TRL it was written against.
+TRL generates, scores and computes its policy loss at β = 0. Keel adds its KL term to that loss. Before the optimizer's
+step it decides whether to apply the update; after the step it updates β. The methods override those of TRL and
+transformers, and some are private. `keel.integrations.versions` lists the supported TRL versions.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ logger = logging.getLogger("keel")
 
 
 class KeelGRPOTrainer(GRPOTrainer):
-    """`GRPOTrainer` with Keel's options: `kl`, `guards` and `reference` are the sections of a Keel configuration, as
-    their classes or as mappings.
+    """`GRPOTrainer` with Keel's options.
 
-    β is `kl.beta`, or `GRPOConfig.beta` where `kl` does not name it. The reference is the policy as it is given here.
+    `kl`, `guards` and `reference` are sections of a Keel configuration, as option objects or as mappings. β is
+    `kl.beta`, or `GRPOConfig.beta` if `kl` does not set it. The reference is the initial policy.
     """
 
     args: Any
@@ -86,12 +86,12 @@ class KeelGRPOTrainer(GRPOTrainer):
             args = copy.copy(args)
         settings = settle(0.0 if args is None else args.beta, kl, guards, reference)
         if args is not None:
-            pairing_of(settings.kl, args)  # what is refused is refused before a model is loaded
-            args.beta = 0.0  # so that TRL builds no reference: it would load another copy, or add an adapter
+            pairing_of(settings.kl, args)  # refuse wrong pairings before a model is loaded
+            args.beta = 0.0  # then TRL builds no reference, which would load another copy or add an adapter
         super().__init__(model, reward_funcs, args, *positional, **named)
         check_args(self.args)
         dropout = dropout_notes(settings, self.model)
-        self.args.beta = settings.kl.beta  # what is saved says what was trained
+        self.args.beta = settings.kl.beta  # saved arguments must show the β of the run
         self.keel = settings
         self.keel_pairing = pairing_of(settings.kl, self.args)
         self.keel_controller = controller(settings.kl, self.args)
@@ -103,19 +103,19 @@ class KeelGRPOTrainer(GRPOTrainer):
         self._adapters = set(getattr(unwrap(self.model), "peft_config", ()))
         self.keel_reference = reference_of(self, settings.reference, exact=settings.kl.needs_exact)
         self._start = self.keel_reference.fingerprint()
-        self._trained = False  # since the reference was made
+        self._trained = False  # whether the policy was trained since the reference was created
         self._ref_head: Any = None
         if self.use_vllm and is_lora(unwrap(self.model)):
             sampler: Any = self.vllm_generation
             sampler.sync_weights = keeping_base(unwrap(self.model), sampler.sync_weights)
-        self._batches = 0  # of rollouts that are used up, which is what a moving reference counts
-        self._used_up = False  # a batch, and the reference was not yet asked to move
-        self._measured: float | None = None  # KL of the last update, to the reference as it is now
+        self._batches = 0  # number of finished batches of rollouts; a moving reference counts these
+        self._used_up = False  # whether a batch is finished and the reference not yet updated
+        self._measured: float | None = None  # the last update's KL to the current reference
         self._generated = Generated()
         self._passes: list[Pass] = []
         self._scored: list[Tensor] | None = None
         self._evaluated: list[Pass] = []
-        self._good: str | None = None  # the checkpoint that a guard's stop goes back to
+        self._good: str | None = None  # the checkpoint to which a guard's stop returns
         callbacks = self.callback_handler.callbacks
         runs = [callback for callback in callbacks if isinstance(callback, KeelRunCallback)]
         self.keel_run = runs[0] if runs else KeelRunCallback()
@@ -129,15 +129,17 @@ class KeelGRPOTrainer(GRPOTrainer):
     # ------------------------------------------------------------------------------------------- reference
 
     def _move_reference(self, kl: float | None) -> None:
-        """Let the reference move between batches of rollouts, which are scored with it as a whole: at the end of an
-        update that has used one up, or before the next one is generated inside of an update. `kl` is the last update's.
+        """Update the reference between batches of rollouts, because a whole batch is scored with the same reference.
+
+        Call it at the end of an update that finished a batch, or before a batch is generated within an update. `kl` is
+        the KL of the last update.
         """
         self._measured = kl if kl is not None and math.isfinite(kl) else None
         if not self._used_up:
             return
         self._used_up = False
         if self.keel_reference.update(self.model, self._batches, self._measured):
-            self._measured = None  # it was of the reference before
+            self._measured = None  # the measured KL was to the previous reference
             if self.keel_reference.reset_optimizer:
                 self.optimizer.state.clear()
 
@@ -149,7 +151,7 @@ class KeelGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         if self.model.training:
-            self._move_reference(self._measured)  # where a batch is used up inside of an update
+            self._move_reference(self._measured)  # a batch may have finished within an update
         output = super()._generate_and_score_completions(inputs)
         output["keel_row"] = torch.arange(len(output["prompt_ids"]), device=output["prompt_ids"].device)
         if self.model.training:
@@ -163,14 +165,14 @@ class KeelGRPOTrainer(GRPOTrainer):
                 number=self._batches,
             )
         passes = len(self._passes) + self.args.steps_per_generation * self.num_iterations
-        updates = math.ceil(passes / self.args.gradient_accumulation_steps)  # one that has begun included
+        updates = math.ceil(passes / self.args.gradient_accumulation_steps)  # includes an update that has begun
         if is_needed(self.keel.kl, self.state.global_step, updates):
             self._score_reference(output)
         return output
 
     @torch.no_grad()
     def _score_reference(self, output: dict[str, Any]) -> None:
-        """`ref_per_token_logps` of a batch, and for the exact KL the reference's hidden states."""
+        """Compute `ref_per_token_logps` of a batch and, for the exact KL, the reference's hidden states."""
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         length = output["completion_ids"].size(1)
@@ -199,7 +201,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         return scored
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """TRL's policy loss, which it computes at β = 0, and Keel's KL term on the same pass."""
+        """TRL's policy loss at β = 0 plus Keel's KL term, from the same pass."""
         kl, exact = self.keel.kl, self.keel.kl.needs_exact and "ref_hidden" in inputs
         self._scored = []
         try:
@@ -242,7 +244,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         return norm
 
     def evaluation_loop(self, *args: Any, **named: Any) -> Any:
-        """TRL's evaluation, whose KL is measured once over all of its batches."""
+        """Run TRL's evaluation and measure the KL once over all of its batches."""
         self._evaluated = []
         output = super().evaluation_loop(*args, **named)
         parts, self._evaluated = self._evaluated, []
@@ -258,20 +260,20 @@ class KeelGRPOTrainer(GRPOTrainer):
             self._steps.pool()
         super().log(logs, start_time)
         if self.model.training:
-            self._steps.seen.clear()  # as TRL has cleared its lists
+            self._steps.seen.clear()  # TRL has cleared its lists
 
     # ------------------------------------------------------------------------------- stops and checkpoints
 
     def train(self, *args: Any, **named: Any) -> Any:
-        """TRL's `train`; after a guard's stop the model has the weights of the last good checkpoint."""
+        """Run TRL's `train`. After a guard's stop, the model has the weights of the last good checkpoint."""
         self.keel_stopped, self._good = None, None
-        self.keel_state, self._batches = State(kl=self.keel_controller.init()), 0  # a checkpoint brings its own
+        self.keel_state, self._batches = State(kl=self.keel_controller.init()), 0  # a checkpoint replaces both
         self._used_up, self._measured = False, None
-        self._passes = []  # of a run that was interrupted
+        self._passes = []  # discard those of an interrupted run
         self._steps.begin()
         self._metrics["train"].clear()
         self._current_train_step_time = 0.0
-        self._step, self._buffered_inputs = 0, None  # otherwise TRL continues with the batch that it was stopped at
+        self._step, self._buffered_inputs = 0, None  # otherwise TRL would continue with the batch of the stopped run
         try:
             result = super().train(*args, **named)
         finally:
@@ -281,7 +283,7 @@ class KeelGRPOTrainer(GRPOTrainer):
         return result
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """TRL's checkpoint; a reference that is a second adapter is not a part of the policy."""
+        """Save TRL's checkpoint without a reference's adapter, which is not part of the policy."""
         model = unwrap(self.model)
         adapters = getattr(model, "peft_config", {})
         others = {name: adapters.pop(name) for name in list(adapters) if name not in self._adapters}
@@ -291,9 +293,9 @@ class KeelGRPOTrainer(GRPOTrainer):
             adapters.update(others)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.keel_stopped is not None:  # save_strategy=epoch or best would save what the guard has stopped
+        if self.keel_stopped is not None:  # save_strategy=epoch or best would save the weights that a guard stopped
             return
-        if self.args.should_save:  # before TRL's part: what is torn then lacks weights, and is refused
+        if self.args.should_save:  # save before TRL's part: an interrupted save then lacks weights and is refused
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
             save_state(folder, self.keel_state, self._batches, self.keel_reference, self._start, self.keel.kept)

@@ -22,8 +22,11 @@ T = TypeVar("T", Batch, Scores, "Pass")
 
 @dataclass(frozen=True)
 class Generated:
-    """What TRL logged of a batch of rollouts, the completions of all processes in order; those of the main process,
-    which writes the files, come first. `rows` is this process's count, `number` counts batches from 0."""
+    """TRL's log of a batch of rollouts, with the completions of all processes in order.
+
+    Those of the main process, which writes the files, come first. `rows` is the number of rows of this process.
+    `number` is the index of the batch, from 0.
+    """
 
     prompts: Sequence[Any] = ()
     rewards: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -34,15 +37,17 @@ class Generated:
     number: int = 0
 
     def total(self, row: int) -> float:
-        """The weighted sum of a row's rewards; a missing reward counts 0."""
+        """The weighted sum of a row's rewards. A missing reward counts as 0."""
         parts = zip(self.rewards.values(), self.weights, strict=True)
         return sum(weight * values[row] for values, weight in parts if values[row] == values[row])
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One microbatch: its rows and scores, the lengths of its prompts `[B]`, TRL's loss and what the KL adds to it, the
-    completions behind them and the batch that those are of. `again`: an earlier pass has scored the same rows."""
+    """One microbatch: its rows and scores, the lengths `[B]` of its prompts, TRL's loss and the KL's part of the loss.
+
+    It also has the completions and their batch of rollouts. `again` means that an earlier pass scored the same rows.
+    """
 
     batch: Batch
     scores: Scores
@@ -56,7 +61,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Window:
-    """The passes of an update, over all processes; tensors `[B, T]`, padded to one length."""
+    """The passes of an update over all processes, as tensors `[B, T]` padded to one length."""
 
     batch: Batch
     scores: Scores
@@ -75,9 +80,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Update:
-    """An update between its last pass and the end of its step: its measurements, and whether it is applied.
+    """The measurements of an update, and whether it is applied. It exists from the last pass to the end of the step.
 
-    `window` is the first process's, which measures for all.
+    Only the first process has a `window`; it measures for all processes.
     """
 
     window: Window | None
@@ -87,18 +92,18 @@ class Update:
 
 
 def detached(scores: Scores) -> Scores:
-    """The same numbers without their graph."""
+    """The scores without their autograd graph."""
     return _each(scores, Tensor.detach)
 
 
 def on_host(part: Pass) -> Pass:
-    """A pass to be measured later: in main memory, without its completions."""
+    """The pass in main memory without its completions, to be measured later."""
     batch, scores = _each(part.batch, Tensor.cpu), _each(part.scores, Tensor.cpu)
     return replace(_each(part, Tensor.cpu), batch=batch, scores=scores, inputs={})
 
 
 def _each(part: T, function: Callable[[Tensor], Tensor]) -> T:
-    """A function of each tensor among the fields."""
+    """Apply a function to each tensor among the fields."""
     tensors: dict[str, Any] = {
         f.name: function(x) for f in fields(part) if isinstance(x := getattr(part, f.name), Tensor)
     }
@@ -106,14 +111,16 @@ def _each(part: T, function: Callable[[Tensor], Tensor]) -> T:
 
 
 def shares(passes: Sequence[Pass]) -> list[Pass]:
-    """Passes whose losses are each of a batch of its own, as shares of the mean over them."""
+    """Divide the losses of passes over separate batches by their number, so that their sum is the mean."""
     count = len(passes)
     return [replace(part, policy_loss=part.policy_loss / count, kl_loss=part.kl_loss / count) for part in passes]
 
 
 def gather(passes: Sequence[Pass], world: World) -> Window | None:
-    """All passes of an update, at the first process, None at the others; called by all. Losses are a process's share:
-    their mean is the update's."""
+    """Gather all passes of an update on the first process; None on the others. All processes must call it.
+
+    The update's loss is the mean of the processes' losses.
+    """
     own = (
         _joined([part.batch for part in passes]),
         _joined([part.scores for part in passes]),
@@ -132,7 +139,7 @@ def gather(passes: Sequence[Pass], world: World) -> Window | None:
 
 
 def _joined(parts: Sequence[T]) -> T:
-    """Concatenate the rows of several batches or scores; a tensor that one of them lacks is dropped."""
+    """Concatenate the rows of several batches or scores. A tensor that one of them lacks is dropped."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
     whole: dict[str, Any] = {
         name: _stacked(rows) for name, rows in columns.items() if all(isinstance(x, Tensor) for x in rows)
@@ -141,7 +148,7 @@ def _joined(parts: Sequence[T]) -> T:
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    """`[B]`, or `[B, T]` padded to the longest."""
+    """Concatenate tensors `[B]`, or `[B, T]` padded to the longest."""
     if parts[0].dim() == 1:
         return torch.cat(list(parts))
     longest = max(part.shape[1] for part in parts)
@@ -149,10 +156,11 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def measure(window: Window, clamp: float | None) -> dict[str, float]:
-    """The measurements of Keel's own step on policy, reference and sampler, with the same names and units.
+    """Measure policy, reference and sampler like Keel's own step, with the same metric names and units.
 
-    On a batch's first update the policy drew the samples. On a later one they are an older policy's, under filters what
-    those left of it, and each token weighs ρ = π/μ. Where every token is masked there are losses alone.
+    On a batch's first update, the policy drew the samples. On later updates, an older policy μ drew them (with filters:
+    the filtered distribution), and each token is weighted by ρ = π/μ. If every token is masked, only losses are
+    measured.
     """
     rows, scores = window.batch, window.scores
     losses = {"loss/total": window.loss, "loss/policy": window.policy_loss, "loss/kl": window.kl_loss}

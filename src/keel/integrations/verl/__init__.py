@@ -1,4 +1,4 @@
 """Keel inside verl: a trainer mode `keel_sync`, which verl's plugin loader registers; you import nothing.
 
-The package stays light, because verl loads its plugins in every process: what needs verl is in `trainer` and `loss`.
+verl loads its plugins in every process, so only `trainer` and `loss` import verl.
 """

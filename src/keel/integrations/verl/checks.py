@@ -13,16 +13,16 @@ from keel.integrations.versions import VERL
 from keel.lab.traces.records import Trace
 
 NEEDED = ("prompts", "responses", "response_mask")
-FIELDS = (*NEEDED, "rollout_log_probs", "old_log_probs")  # of verl's rows that a trace is made of
+FIELDS = (*NEEDED, "rollout_log_probs", "old_log_probs")  # verl's fields that a trace needs
 
 
 class SyncCheck:
     """Compare the sampler's weights with the policy's: `updated(step)` after an update, `check(step)` after a sync.
 
-    `sampler` is `Sampler.served(*urls)` with the address of each of verl's vLLM servers, which answer with
-    VLLM_SERVER_DEV_MODE=1 and `rollout.engine_kwargs.vllm.worker_extension_cls` set to
-    keel.integrations.verl.worker.SyncWorker. `adapter` is the id of a LoRA that they keep beside their base (verl's own
-    is 123); without one, adapters are merged.
+    `sampler` is `Sampler.served(*urls)` with the address of each of verl's vLLM servers. They need
+    VLLM_SERVER_DEV_MODE=1, and `rollout.engine_kwargs.vllm.worker_extension_cls` must be
+    keel.integrations.verl.worker.SyncWorker. `adapter` is the id of a LoRA adapter beside their base (verl uses 123);
+    without it, adapters are merged.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SyncCheck:
 
 
 def traces(rows: Any, step: int | None = None) -> list[Trace]:
-    """The traces of the rows of verl's TransferQueue, or of a DataProto; `logp` are old_log_probs."""
+    """Traces from rows of verl's TransferQueue, or from a DataProto; `logp` is old_log_probs."""
     VERL.check_version()
     tensors = getattr(rows, "batch", rows)
     columns = {name: tensors[name].unbind() for name in FIELDS if name in set(tensors.keys())}
@@ -56,8 +56,8 @@ def traces(rows: Any, step: int | None = None) -> list[Trace]:
     if not tensors["responses"].is_nested:  # a DataProto pads prompts on the left and completions on the right
         seen, width = tensors["attention_mask"].bool(), tensors["responses"].shape[1]
         for name, values in columns.items():
-            kept = seen[:, :-width] if name == "prompts" else seen[:, -width:]
-            columns[name] = [row[mask] for row, mask in zip(values, kept, strict=True)]
+            masks = seen[:, :-width] if name == "prompts" else seen[:, -width:]
+            columns[name] = [row[mask] for row, mask in zip(values, masks, strict=True)]
     numbers = {name: [tuple(row.tolist()) for row in values] for name, values in columns.items()}
     each = zip(*(numbers.get(name, repeat(None)) for name in FIELDS), strict=False)
     return [

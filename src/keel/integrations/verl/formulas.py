@@ -1,4 +1,4 @@
-"""verl's own KL terms, called one sampled token at a time: in the loss, in the reward, and its distillation losses."""
+"""verl's own KL terms, called with one sampled token: in the loss, in the reward, and its distillation losses."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _in_reward(kind: str) -> Losses:
-    """The reward with the penalty in it is the advantage, which verl's own policy loss takes."""
+    """The reward minus the penalty is the advantage in verl's own policy loss."""
     actor = _actor()
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def _distillation(config: DistillationLossConfig) -> Losses:
 def _one_token(logp: Tensor, teacher: Tensor, old: Tensor) -> tuple[dict[str, Tensor], TensorDict]:
     """A model's output and verl's data of one prompt token with one sampled token."""
 
-    def scored(value: Tensor, last: tuple[int, ...] = ()) -> Tensor:  # a token is scored where the one before it stands
+    def scored(value: Tensor, last: tuple[int, ...] = ()) -> Tensor:  # a token is scored at the position before it
         both = torch.stack([value, torch.zeros_like(value)]).view(2, *last)
         return torch.nested.nested_tensor_from_jagged(both, torch.tensor([0, 2]))
 

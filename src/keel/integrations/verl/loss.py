@@ -1,4 +1,4 @@
-"""The loss that verl's workers call: verl's own policy loss without its KL term, and Keel's KL term beside it."""
+"""The loss of verl's workers: verl's own policy loss without its KL term, plus Keel's KL term."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORTED = ("loss/kl", "loss/policy")
 
 
 def policy_config(actor: Any) -> Any:
-    """verl's options of the actor as its loss reads them, with its own KL term off."""
+    """verl's options of the actor for its loss, with its own KL term off."""
     return omega_conf_to_dataclass(OmegaConf.merge(actor, {"use_kl_loss": False}))
 
 
@@ -41,13 +41,13 @@ class KeelLoss:
     def __call__(self, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
         policy, metrics = ppo_loss(config=self.actor, model_output=model_output, data=data, dp_group=dp_group)
         penalty, logged = self.penalty(no_padding_2_padding(model_output["log_probs"], data), data)
-        alone = metrics["actor/pg_loss"].aggregate()  # `policy` has verl's entropy bonus in it
+        alone = metrics["actor/pg_loss"].aggregate()  # `policy` includes verl's entropy bonus
         for name, value in zip(REPORTED, (logged, alone), strict=True):
             metrics[name] = Metric(aggregation=AggregationType.SUM, value=value)
         return policy + penalty, metrics
 
     def penalty(self, logp: Tensor, data: Any) -> tuple[Tensor, Number]:
-        """The KL's contribution to a microbatch's loss, β included, and its value, times the averaged ranks."""
+        """The KL's part of a microbatch's loss (with β) and its value, both times the number of averaged ranks."""
         rows = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
         batch = Batch(rows["response_mask"].bool(), old_logp=rows["old_log_probs"], ref_logp=rows["ref_log_prob"])
         mode = self.actor.loss_agg_mode
@@ -70,7 +70,7 @@ def denominators(mode: str, scale: int | None, data: Any, width: int) -> Denomin
     sequences, tokens = data["global_batch_size"], data["batch_num_tokens"]
     if sequences is None or tokens is None:
         raise KeelError(
-            "verl's engine gave no global_batch_size and batch_num_tokens: Keel's KL term cannot be divided"
+            "verl's engine gave no global_batch_size and batch_num_tokens, which Keel's KL term needs as denominators"
         )
     if mode == "token-sum":
         return Denominators(1.0, tokens, 1)

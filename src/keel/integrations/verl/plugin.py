@@ -1,8 +1,8 @@
 """The entry point of the group `verl.plugins`: registers `keel_sync` when verl loads its trainers.
 
-verl imports every plugin in every process and ignores its exceptions (`verl/__init__.py`). So this module imports
-nothing heavy, and logs why Keel's trainer cannot be loaded (an untested version, a missing package). A run of plain
-verl continues; a run that asks for `keel_sync` is refused by verl itself.
+verl imports every plugin in every process and ignores exceptions (`verl/__init__.py`). This module therefore imports
+nothing heavy, and logs why Keel's trainer cannot be loaded (an untested version, a missing package). Runs without Keel
+continue; a run with `keel_sync` is refused by verl itself.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ logger = logging.getLogger("keel")
 
 
 def register(module: ModuleType) -> None:
-    """After verl's trainers are loaded: make them refuse options that they would not read, and register Keel's."""
+    """After verl's trainers are loaded, make them refuse a section `keel` that they ignore, and register Keel's."""
     refuse_unread(module.PPOTrainer)
     importlib.import_module("keel.integrations.verl.trainer")
 
 
 def guard_legacy_trainer(module: ModuleType) -> None:
-    """After the trainer of `trainer.use_v1=False` is loaded."""
+    """The same for the trainer of `trainer.use_v1=False`."""
     refuse_unread(module.RayPPOTrainer)
 
 
@@ -69,7 +69,7 @@ class _HookedLoader(Loader):
 
 
 class HookedFinder(MetaPathFinder):
-    """Find one module in the usual way, and run a hook after it is loaded, once."""
+    """A finder that runs a hook once, after a module is loaded."""
 
     def __init__(self, name: str, hook: Hook) -> None:
         self.name, self.hook = name, hook
@@ -87,7 +87,7 @@ class HookedFinder(MetaPathFinder):
 
 
 def install() -> None:
-    """Run Keel's hooks after verl's trainers are loaded: now if they are loaded already, else on import."""
+    """Run Keel's hooks after verl's trainers are loaded: now if they are already loaded, else on import."""
     try:
         VERL.check_version()
     except KeelError as error:

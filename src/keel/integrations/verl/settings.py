@@ -15,13 +15,13 @@ from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_fro
 from keel.kl.facts import POLICY_REF
 from keel.verify.custom import estimator_facts
 
-# How each loss_agg_mode of verl's averages over tokens, in the words of `keel.losses.reductions`.
+# The reduction of `keel.losses.reductions` that equals each loss_agg_mode of verl.
 REDUCTIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
     **dict.fromkeys(("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm"), "constant"),
 }
-VERLS_MODE = "sync"  # verl's mode that `keel_sync` is based on, with Keel's KL in place of verl's
+VERLS_MODE = "sync"  # the mode of verl that `keel_sync` extends
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class VerlSettings:
 
 
 def settle(config: Any) -> VerlSettings:
-    """Keel's options; sets the options of verl's configuration that they need: its mode, and a reference."""
+    """Keel's options. Also sets the options of verl that they need: its mode, and a reference."""
     kl = _read(config)
     _check_verl_options(config)
     _check_done_here(kl)
@@ -46,12 +46,11 @@ def settle(config: Any) -> VerlSettings:
     actor = config.actor_rollout_ref.actor
     if actor.loss_agg_mode not in REDUCTIONS:
         raise KeelError(
-            f"actor.loss_agg_mode={actor.loss_agg_mode} is none that Keel knows the reduction of: "
-            f"{', '.join(REDUCTIONS)}"
+            f"actor.loss_agg_mode={actor.loss_agg_mode} is not supported: use one of {', '.join(REDUCTIONS)}"
         )
     if actor.loss_agg_mode == "token-sum" and kl.level == "sequence":
         raise KeelError(
-            "kl.level=sequence is a mean over sequences, and actor.loss_agg_mode=token-sum divides by nothing: "
+            "kl.level=sequence is a mean over sequences, but actor.loss_agg_mode=token-sum has no denominator: "
             "use kl.level=token, or loss_agg_mode=seq-mean-token-sum"
         )
     pairing = kl.pairing(
@@ -60,7 +59,7 @@ def settle(config: Any) -> VerlSettings:
     controller = controller_from_options(kl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n)
     with open_dict(config):
         config.trainer.v1.trainer_mode = VERLS_MODE
-        # either of the two makes verl build the reference and score with it
+        # either option makes verl build the reference and score with it
         if kl.placement == "reward":
             config.algorithm.use_kl_in_reward, config.algorithm.kl_penalty = True, "k1"
         else:
@@ -73,7 +72,7 @@ def _read(config: Any) -> KLOptions:
     for name in given:
         if name != "kl":
             raise KeelError(
-                f"keel.{name} is not done inside verl, which takes Keel's section kl alone: leave it out, or train "
+                f"keel.{name} is not supported inside verl, only Keel's section kl is: leave it out, or train "
                 "with keel train"
             )
     kl = read_options(KLOptions, _section(given.get("kl"), "keel.kl"), "kl")
@@ -81,7 +80,7 @@ def _read(config: Any) -> KLOptions:
         raise KeelError("kl.beta is not given: set +keel.kl.beta=…, or +keel.kl.beta=0.0 to measure without a penalty")
     if not kl.penalizes and kl.measure_every == 0:
         raise KeelError(
-            "kl.beta is 0 and kl.measure_every is 0, so that Keel does nothing: set +keel.kl.measure_every=1"
+            "kl.beta is 0 and kl.measure_every is 0, so Keel has nothing to do: set +keel.kl.measure_every=1"
         )
     return kl
 
@@ -97,7 +96,7 @@ def _section(given: Any, name: str) -> Mapping[str, Any]:
 
 
 def _check_verl_options(config: Any) -> None:
-    """Refuse verl's options that Keel's replace, or that the plugin does not support."""
+    """Refuse options of verl that Keel's replace, or that the plugin does not support."""
     actor = config.actor_rollout_ref.actor
     if config.trainer.v1.trainer_mode != MODE:
         raise KeelError(f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} is not Keel's: set {MODE}")
@@ -113,40 +112,40 @@ def _check_verl_options(config: Any) -> None:
         )
     distillation = config.get("distillation")
     if distillation is not None and distillation.get("enabled", False):
-        raise KeelError("distillation has a loss of its own in verl, which Keel's would replace: set it to False")
+        raise KeelError("distillation has its own loss in verl, which Keel's would replace: set it to False")
 
 
 def _check_done_here(kl: KLOptions) -> None:
     """Refuse KL options that are not supported inside verl."""
     if kl.needs_exact:
         raise KeelError(
-            "the exact KL needs the logits of both models, and verl's engines give a loss the log-probabilities alone: "
+            "the exact KL needs the logits of both models, but verl's engines only give log-probabilities: "
             "use kl.estimator=k3 and kl.exact=false, or train with keel train"
         )
     for name, given in (("budget", kl.budget), ("collect_max", kl.collect_max), ("teacher", kl.teacher)):
         if given is not None:
-            raise KeelError(f"kl.{name} is not done inside verl: leave it out, or train with keel train")
+            raise KeelError(f"kl.{name} is not supported inside verl: leave it out, or train with keel train")
     if kl.placement != "reward":
         return
     if kl.estimator != "k1":
         raise KeelError(
-            f"kl.estimator={kl.estimator} in the reward: verl computes that KL itself, and k1 is the one whose "
-            "gradient is right there; use kl.estimator=k1, or kl.placement=advantage"
+            f"kl.estimator={kl.estimator} in the reward: verl computes that KL itself, and only k1 has the right "
+            "gradient there; use kl.estimator=k1, or kl.placement=advantage"
         )
     for name in ("log_ratio_clamp", "ratio_cap", "level"):
         if name in kl.model_fields_set:
-            raise KeelError(f"kl.{name} has no place in the reward inside verl, which computes that KL: leave it out")
+            raise KeelError(f"kl.{name} has no effect on a KL in the reward, which verl computes itself: leave it out")
 
 
 def off_policy(config: Any) -> bool:
-    """Whether a batch of rollouts serves several updates, or is scored by what sampled it alone."""
+    """Whether a batch of rollouts serves several updates, or is scored only by its sampler."""
     actor = config.actor_rollout_ref.actor
     several = actor.ppo_epochs > 1 or config.data.train_batch_size > actor.ppo_mini_batch_size
     return bool(several or _correction(config, "bypass_mode"))
 
 
 def _correction(config: Any, name: str) -> Any:
-    """An option of verl's correction for samplers that differ from the trainer."""
+    """An option of verl's correction for the mismatch between sampler and trainer."""
     return (config.algorithm.get("rollout_correction") or {}).get(name)
 
 
@@ -157,16 +156,18 @@ def notes_on(settings: VerlSettings, config: Any) -> list[str]:
         notes.append(settings.pairing.note)
     if settings.in_reward and config.algorithm.get("norm_adv_by_std_in_grpo", True):
         notes.append(
-            "norm_adv_by_std_in_grpo divides the penalty with the reward, so that the coefficient is β over the "
+            "norm_adv_by_std_in_grpo divides the penalty together with the reward, so the coefficient is β over the "
             "group's deviation: set it to False, or kl.placement=advantage"
         )
     if rollout.get("top_p", 1.0) < 1 or rollout.get("top_k", -1) > 0:
-        notes.append("rollout.top_p and top_k cut what is sampled: the KL is of the policy without them, and biased")
+        notes.append("rollout.top_p and top_k truncate the sampling distribution: the KL of the full policy is biased")
     if _correction(config, "bypass_mode"):
         notes.append(
-            "rollout_correction.bypass_mode takes the sampler's log-probabilities for the policy's: the KL that is "
-            "measured, and steers β, is the sampler's"
+            "rollout_correction.bypass_mode uses the sampler's log-probabilities for the policy's: the KL that is "
+            "measured, and controls β, is that of the sampler"
         )
     if _correction(config, "rollout_rs"):
-        notes.append("rollout_correction.rollout_rs takes rejected tokens out of the KL term, too; they are measured")
+        notes.append(
+            "rollout_correction.rollout_rs removes rejected tokens from the KL term too; they are still measured"
+        )
     return notes

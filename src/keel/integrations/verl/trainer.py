@@ -35,9 +35,9 @@ VERL.check_names(ActorRolloutRefWorker, VERL_WORKER_METHODS)
 
 
 class RewardBeta:
-    """β in the place that verl has for a controller of the KL in the reward.
+    """β in verl's interface of a controller of the KL in the reward.
 
-    It is steered at the end of a step, by the KL that was measured; verl's own update is left without effect.
+    Keel updates it at the end of a step by the measured KL; verl's own update has no effect.
     """
 
     def __init__(self, trainer: KeelPPOTrainerSync) -> None:
@@ -53,7 +53,7 @@ class RewardBeta:
 
 @register_trainer(MODE)
 class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
-    """verl's trainer; what it samples, rewards and clips is verl's, the KL term is Keel's."""
+    """verl's trainer with Keel's KL term; sampling, rewards and clipping are verl's."""
 
     def __init__(self, config: Any) -> None:
         self.keel = settle(config)
@@ -67,7 +67,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
             logger.warning("%s", note)
 
     def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
-        """verl's step, and after it β for the next one; while the critic alone is trained there is nothing to steer."""
+        """verl's step, then β for the next one; β is unchanged while only the critic is trained."""
         batch = super()._step_once(metrics, timing_raw, sample_batch_size)
         metrics["kl/beta"] = self.keel_state.beta
         if self.config.trainer.critic_warmup <= self.global_steps:
@@ -76,7 +76,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
         return batch
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Measure the KL of the step's initial policy on the whole batch; then compute verl's advantages."""
+        """Measure the KL of the step's initial policy on the whole batch, then compute verl's advantages."""
         if self.keel.kl.measures(self.global_steps):
             fields = ["response_mask", "old_log_probs", "ref_log_prob"]
             rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
@@ -85,11 +85,13 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
             metrics.update(measure_kl(rows["old_log_probs"], rows["ref_log_prob"], mask, clamp=clamp))
         batch = super()._compute_advantage(batch, metrics)
         if self.keel.in_reward and metrics.get("actor/reward_kl_penalty_coeff") != self.keel_state.beta:
-            raise KeelError("verl did not take the KL from the reward with Keel's β: is another plugin in its way?")
+            raise KeelError(
+                "verl did not subtract the KL from the reward with Keel's β: does another plugin replace it?"
+            )
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Give the workers Keel's loss with this step's β, update, and check that it was used."""
+        """Set Keel's loss with this step's β in the workers, update, and check that it was used."""
         if self.keel.in_reward:
             return super()._update_actor(batch, metrics)
         loss = KeelLoss(self._keel_actor, self.keel.kl, self.keel.pairing, self.keel_state.beta)
@@ -98,7 +100,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
         for name in REPORTED:
             if f"actor/{name}" not in metrics:
                 raise KeelError(
-                    f"verl's workers did not use Keel's loss ({name} is missing): is another plugin in its way?"
+                    f"verl's workers did not use Keel's loss ({name} is missing): does another plugin replace it?"
                 )
             metrics[name] = metrics.pop(f"actor/{name}")
         return batch
@@ -115,7 +117,7 @@ class KeelPPOTrainerSync(ReadsKeel, PPOTrainerSync):
 
 
 def saved_folder(trainer: Any, step: int) -> Path:
-    """The folder of verl's checkpoint of that step; `trainer` is that section of its configuration."""
+    """The folder of verl's checkpoint of a step; `trainer` is that section of verl's configuration."""
     return Path(trainer.default_local_dir) / f"global_step_{step}"
 
 
@@ -125,12 +127,12 @@ def resumed_folder(trainer: Any, step: int) -> Path:
 
 
 def _settings(kl: KLOptions) -> dict[str, Any]:
-    """The settings that a controller's state is valid for."""
+    """The settings for which a controller's state is valid."""
     return json.loads(json.dumps({"beta": kl.beta, "controller": kl.controller.model_dump()}))
 
 
 def save_state(folder: Path, kl: KLOptions, state: KLState) -> None:
-    """Write keel.json before verl writes its part, so that no complete checkpoint is without it."""
+    """Write keel.json before verl writes its part, so that every complete checkpoint has it."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"keel": keel.__version__, "settings": _settings(kl), "state": state.to_dict()}
     write_atomic(folder / STATE, json.dumps(record, indent=1))
@@ -140,18 +142,18 @@ def load_state(folder: Path, kl: KLOptions) -> KLState | None:
     """The controller's state; None for a checkpoint of plain verl, or if β or its controller have changed."""
     path = folder / STATE
     if not path.is_file():
-        logger.warning("%s is a checkpoint of plain verl: Keel's controller of β begins anew", folder)
+        logger.warning("%s is a checkpoint of plain verl: Keel's controller of β starts from its initial state", folder)
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, state = record["settings"], KLState.from_dict(record["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KeelError(f"{path} cannot be read ({error}): put it back, or resume from another checkpoint") from None
+        raise KeelError(f"{path} cannot be read ({error}): restore it, or resume from another checkpoint") from None
     if settings != _settings(kl):
-        logger.warning("kl.beta or kl.controller is not that of %s: β begins anew, at %g", path, kl.beta)
+        logger.warning("kl.beta or kl.controller differs from %s: β starts again at %g", path, kl.beta)
         return None
     return state
 
 
 if get_trainer_cls(MODE) is not KeelPPOTrainerSync:
-    raise KeelError(f"verl's registry does not hold Keel's trainer under {MODE}: is another plugin in its way?")
+    raise KeelError(f"verl's registry does not have Keel's trainer under {MODE}: does another plugin replace it?")

@@ -1,4 +1,4 @@
-"""verl never looks at a section that it does not know: its own trainers are made to refuse one called `keel`."""
+"""Make verl's own trainers refuse a section `keel`, since verl ignores sections that it does not know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ReadsKeel:
 
 
 def refuse_unread(trainer: Any) -> None:
-    """Make the constructor of that class of verl check the configuration first."""
+    """Make the constructor of a verl class check the configuration first."""
     build = trainer.__init__
 
     @wraps(build)
@@ -35,4 +35,4 @@ def check_unread(config: Any) -> None:
     chosen = "trainer.use_v1=False" if legacy else f"trainer.v1.trainer_mode={mode}"
     wanted = f"trainer.use_v1=True trainer.v1.trainer_mode={MODE}" if legacy else f"trainer.v1.trainer_mode={MODE}"
     unread = "the section keel" if config.get("keel") is not None else f"trainer.v1.trainer_mode={MODE}"
-    raise KeelError(f"{chosen} does not read {unread}, and nothing of Keel's would act: set {wanted}, or leave it out")
+    raise KeelError(f"{chosen} does not read {unread}, so Keel would have no effect: set {wanted}, or leave it out")

@@ -1,4 +1,4 @@
-"""A worker extension for SyncCheck in verl runs: vLLM accepts only one extension, and verl has its own."""
+"""A worker extension for SyncCheck in verl runs: vLLM accepts only one, so this one includes verl's."""
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 

@@ -148,9 +148,9 @@ def measure_drift(
     `policy` and `reference` are names as on the command line (a folder, a hub name, a .gguf file, an adapter, a run,
     `RUN@start`), models from `keel.models.load_model`, or `Side`s of one model. `prompts` are texts, lists of chat
     messages, or problems. The policy answers each `samples` times at `temperature`; both models then score every
-    sampled token, the whole vocabulary a chunk at a time. With `reverse_samples` the reference answers too, which
-    is what KL(reference‖policy) of sequences needs. `microbatch_tokens` and `max_batch` (completions sampled at a
-    time) bound the memory. `engine` samples: native, or a `module:attr` as `rollout.engine` takes it.
+    sampled token over the whole vocabulary, in chunks. With `reverse_samples` the reference answers too, which
+    KL(reference‖policy) of sequences needs. `microbatch_tokens` and `max_batch` (completions sampled at a
+    time) bound the memory. `engine` samples: native, or a `module:attr` as for `rollout.engine`.
     Equal arguments give equal results; a model against itself gives exactly 0.
 
     >>> drift = measure_drift("runs/default", "runs/default@start", ["2+3=", "7+1="])
@@ -238,7 +238,7 @@ def _direction(sampler: Side, groups: Sequence[Group], scored: Scored) -> Direct
 
 
 def _estimate(values: Tensor, mask: Tensor, prompts: int) -> DriftEstimate:
-    """The mean over the mask; completions `[B, T]` are group-major, so a row of the view is a prompt."""
+    """The mean over the mask. Completions `[B, T]` are ordered by group, so each row of the view is a prompt."""
     rows = prompts if prompts > 1 else len(values)
     statistics = token_statistics(values.reshape(rows, -1), mask.reshape(rows, -1))
     return DriftEstimate(statistics["mean"], statistics["se"] if int(mask.sum()) > 1 else None)

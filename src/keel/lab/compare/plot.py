@@ -10,7 +10,7 @@ from keel.lab.compare.measure import EXACT, Direction, Drift, PositionDrift, Tok
 from keel.lab.plots.picture import picture
 
 FORWARD, REVERSE, GREY = "#12756f", "#7a4ea3", "#a3a8b0"
-MORE, LESS = "#d9731a", "#2b6cb0"  # more or less likely under the policy
+MORE, LESS = "#d9731a", "#2b6cb0"  # colours of tokens that are more or less likely under the policy
 TOKENS = 12
 
 
@@ -58,7 +58,7 @@ def _dots(reached: list[PositionDrift]) -> dict[str, Any]:
 
 
 def _estimators(axis: Any, drift: Drift) -> None:
-    """Every estimator of KL(policy‖reference) per token, the exact value as a line across."""
+    """Every estimator of KL(policy‖reference) per token, with a line at the exact value."""
     estimates = drift.policy_ref.per_token
     names = list(estimates)
     colours = [FORWARD if name == EXACT else GREY for name in names]
@@ -107,5 +107,5 @@ def _ways(tokens: Sequence[TokenDrift]) -> list[str]:
 
 
 def _label(token: str) -> str:
-    """A token as a label: spaces visible, nothing that matplotlib would read as mathematics."""
+    """A token as a label, with visible spaces and without matplotlib's mathematics."""
     return repr(token).replace("$", r"\$")[:24]

@@ -1,4 +1,4 @@
-"""Completions of one side and their scores under both, a microbatch at a time."""
+"""Sample the completions of one side, and score them under both in microbatches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_comparable(first: Side, second: Side) -> None:
 def render(
     first: Side, second: Side, problems: Sequence[Problem], max_tokens: int, **rendering: Any
 ) -> list[tuple[int, ...]]:
-    """Tokens of every prompt, each with room for its completion in both contexts."""
+    """Tokens of every prompt; refused if prompt and completion may exceed the context of either model."""
     renderer = Renderer(first.loaded.tokenizer, **rendering)
     limits = [side.loaded.context_length for side in (first, second) if side.loaded.context_length is not None]
     rendered = [renderer.prompt(problem) for problem in problems]

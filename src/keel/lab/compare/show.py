@@ -19,7 +19,7 @@ NOTES = {
 }
 UNITS = {"prompt": "prompts", "completion": "completions", "token": "tokens, assumed independent"}
 TOKENS = 10
-_FULL = 0.05  # nats: the least log-ratio that gets the full colour
+_FULL = 0.05  # nats: the full colour is for this log-ratio or a larger one
 
 
 def show_drift(drift: Drift, console: Console) -> None:

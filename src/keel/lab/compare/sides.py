@@ -19,7 +19,7 @@ from keel.models.lora import check_bias
 from keel.trainer.integrity import check_model
 
 Switch = Callable[[Any], AbstractContextManager[Any]]
-_FIRST, _SECOND = "default", "second"  # peft calls the first adapter so
+_FIRST, _SECOND = "default", "second"  # peft's name of the first adapter
 
 
 def _no_switch(_: Any) -> AbstractContextManager[Any]:
@@ -36,7 +36,7 @@ class Side:
 
     @contextmanager
     def model(self) -> Iterator[nn.Module]:
-        """The model, computing as this side, without dropout and without gradient."""
+        """The model with this side's weights, without dropout and gradients."""
         with evaluating(self.loaded.model), self.switch(self.loaded.model):
             yield self.loaded.model
 
@@ -68,7 +68,7 @@ def _add_second_adapter(model: Any, folder: Path) -> None:
     try:
         config = PeftConfig.from_pretrained(str(folder))
         if not isinstance(config, LoraConfig):
-            raise KeelError(f"the adapter at {str(folder)!r} is {config.peft_type}, not LoRA: give a LoRA one")
+            raise KeelError(f"the adapter at {str(folder)!r} is {config.peft_type}, not LoRA: give a LoRA adapter")
         check_bias(config, f"the adapter at {str(folder)!r}")
         model.load_adapter(str(folder), adapter_name=_SECOND)
     except KeelError:

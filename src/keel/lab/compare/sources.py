@@ -20,9 +20,10 @@ from keel.trainer.integrity import check_model
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where weights come from: what `load_model` takes, the LoRA adapter on it, and the configuration of both.
+    """A model to load: the argument of `load_model`, its LoRA adapter, and the configuration of both.
 
-    `run` says whether the configuration is a run's (or a user's own), so that its tasks and prompts mean something.
+    `run` is whether the configuration is that of a run or of a user, and not the default one: only then are its tasks
+    and prompts used.
     """
 
     name: str
@@ -41,13 +42,13 @@ class ModelSource:
         return load_model(model, name=self.base, lora=lora, seed=self.config.run.seed, **plain)
 
     def same_base(self, other: ModelSource) -> bool:
-        """Whether both have the same base weights, loaded in the same way."""
+        """Whether both have the same base weights and loading options."""
         return self._identity() == other._identity()
 
     def _identity(self) -> tuple[Any, ...]:
         model, path = self.config.model, Path(self.base).expanduser()
         loading = (model.dtype, model.device, model.attn_implementation, model.quantization, model.trust_remote_code)
-        if self.base != "tiny" and path.exists():  # a folder has its weights, whatever the seed
+        if self.base != "tiny" and path.exists():  # the seed does not matter for a folder with weights
             return (path.resolve(), *loading)
         return (self.base, self.config.run.seed, *loading)
 
@@ -62,10 +63,10 @@ def resolve(
 ) -> ModelSource:
     """The source called `name`.
 
-    A model as `load_model` takes it; a folder with a LoRA adapter, on `base` or on what the adapter names; a run's
-    folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (what training started
-    from, which is its reference); or a checkpoint inside a run. `dtype` and `device` of a run are its own unless given;
-    code that comes with a model is run if the run did so, or with `trust_remote_code`.
+    A model as in `load_model`; a folder with a LoRA adapter, on `base` or on the base that the adapter names; a run's
+    folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (the initial policy,
+    which is the reference); or a checkpoint inside a run. `dtype` and `device` default to those of the run. A model's
+    own code is executed if the run did so, or with `trust_remote_code`.
     """
     return _source(resolve_model(name, _overrides(name, base, dtype, device, trust_remote_code)))
 

@@ -72,7 +72,7 @@ def _as_text(value: Any) -> str:
 
 
 def undetermined(value: Any) -> bool:
-    """Whether a value still holds something that only a shell or hydra could fill in."""
+    """Whether a value still contains a reference that only a shell or hydra could resolve."""
     if isinstance(value, list | tuple):
         return any(undetermined(item) for item in value)
     return isinstance(value, str) and ("$" in value or "`" in value)

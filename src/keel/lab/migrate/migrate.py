@@ -1,4 +1,4 @@
-"""`keel migrate`: convert a configuration of TRL, verl or OpenRLHF, with an account of every option."""
+"""`keel migrate`: convert a configuration of TRL, verl or OpenRLHF, and list what became of every option."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWITCH: Mapping[str, tuple[str, Any]] = {
     "verl": (R + "name", "vllm"),
     "OpenRLHF": ("vllm_num_engines", None),
 }
-# Keel's option for a switch whose value is only known at run time.
+# Keel's options for switches whose value is only known at run time.
 VLLM, VLLM_SWITCHES = {"rollout.engine": "vllm"}, ("use_vllm", "vllm_num_engines")
 # TRL's penalty is k3 with the reduction of its loss; Keel's default reduction differs.
 TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
@@ -28,7 +28,7 @@ TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
 @dataclass(frozen=True)
 class MigratedOption:
-    """One option of the file: its Keel `options`, or the `reason` why there are none; `note` names differences."""
+    """One option of the file: its Keel `options`, or the `reason` for having none; `note` lists differences."""
 
     name: str
     value: Any
@@ -109,7 +109,7 @@ def migrate(path: Path) -> Migration:
 
 
 def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[MigratedOption]:
-    """Rows for a missing model or data: Keel's defaults would be used instead."""
+    """Rows for a missing model or missing data, for which Keel's defaults would be used."""
     found = [peers.find(row.name, is_option) for row in rows if row.by_hand]
     left = {alias.target for alias in found if alias is not None} | {row.name for row in rows if row.by_hand}
     model, data = tree.get("model", {}).get("name"), tree.get("data", {}).get("path") or tree.get("task")
@@ -119,7 +119,7 @@ def _absent(tree: Mapping[str, Any], rows: Sequence[MigratedOption]) -> list[Mig
     return [MigratedOption(name, None, {}, f"the file names {why}", silent=True) for name, why in absent.items()]
 
 
-_GKD_TEMPERATURE = "TRL samples at it and computes GKD's divergence at 1; Keel does both at it"
+_GKD_TEMPERATURE = "TRL samples at this temperature but computes GKD's divergence at 1; Keel uses it for both"
 _KL_NOTE = (
     "as in TRL; leave out kl.reduction for a β that is comparable between losses, and kl.gradient for Keel's choice of "
     "the gradient"
@@ -127,14 +127,14 @@ _KL_NOTE = (
 
 
 def _origin(names: Sequence[str]) -> str:
-    """The trainer that these names belong to."""
+    """The trainer whose option names these are."""
     if any(name.startswith(("actor_rollout_ref.", "algorithm.", "distillation.")) for name in names):
         return "verl"
     return "TRL" if OWN.isdisjoint(names) else "OpenRLHF"
 
 
 def _distils(origin: str, reading: Reading) -> tuple[str, ...]:
-    """TRL's distillation classes whose defaults apply, the most special last; empty for other jobs."""
+    """TRL's distillation classes whose defaults apply, the most specific last; empty for other jobs."""
     special = reading.config == "GKDConfig" or "lmbda" in reading or "seq_kd" in reading
     teacher = "teacher_model_name_or_path" in reading or "teacher_model" in reading
     if origin != "TRL" or not (special or teacher or reading.config == "DistillationConfig"):
@@ -148,10 +148,10 @@ def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> 
     if distils := _distils(origin, reading):
         defaults = {name: value for config in distils for name, value in peers.defaults(f"TRL with {config}").items()}
         if "GKDConfig" in distils:
-            del defaults["max_completion_length"]  # which is max_new_tokens there
+            del defaults["max_completion_length"]  # which is called max_new_tokens there
     elif origin == "TRL":
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
-            del defaults["epsilon"]  # those that clip between 1 ± epsilon
+            del defaults["epsilon"]  # losses that clip between 1 ± epsilon
         samples = values.get("use_vllm", "use_vllm" in reading.by_hand) is True
         switches = {
             "beta": bool(_number(values.get("beta"))),
@@ -206,7 +206,7 @@ def _disagreement(rows: Sequence[MigratedOption]) -> str | None:
 
 
 def _estimator(rows: Sequence[MigratedOption]) -> str | None:
-    """A method that Keel does not have makes another training run of the whole file."""
+    """An error if the file selects a method that Keel does not have."""
     estimators = {"algorithm.adv_estimator": "verl", "advantage_estimator": "OpenRLHF", "lmbda": "GKD", "seq_kd": "GKD"}
     estimators[D + "loss_mode"] = "verl"
     row = next((row for row in rows if row.name in estimators and row.reason), None)
@@ -221,7 +221,7 @@ def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tre
     enabled = [switch for switch in (IN_LOSS, IN_REWARD) if peer_values.get(switch) is True]
     beta = tree.get("kl", {}).get("beta")
     if enabled and not _number(beta):
-        yield f"{enabled[0]} is on while β is {beta or 0}: set kl.beta above 0, or turn the switch off"
+        yield f"{enabled[0]} is on but β is {beta or 0}: set kl.beta above 0, or turn the switch off"
     read_now = {"beta", "init_kl_coef", "kl_estimator", IN_LOSS, IN_REWARD}
     read_now |= {name for switch in enabled for name in peers.defaults(f"verl with {switch}")}
     for row in rows:
@@ -230,7 +230,7 @@ def _penalty(rows: Sequence[MigratedOption], peer_values: Mapping[str, Any], tre
 
 
 def _judged(tree: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
-    """(why the result is no configuration of Keel's, what this machine lacks to run it, what its KL term computes)."""
+    """(why Keel refuses the result, the packages missing on this machine, the expected gradient of its KL term)."""
     try:
         config, *_ = read_config(tree, installed=False)
     except KeelError as error:

@@ -26,9 +26,9 @@ _OBJECTS = {
     "teacher_model": "set reference.model by hand",
 }
 _CONFIGS = ("GRPOConfig", "DistillationConfig", "GKDConfig")
-# Arguments whose object is itself a call that is read: nothing is left to do about them.
+# Arguments whose object is itself a parsed call: the user has nothing to set.
 _READ_WITH: Mapping[str, tuple[str, ...]] = {"args": _CONFIGS, "peft_config": ("LoraConfig",)}
-# The calls that are read, each with the names of its arguments without one.
+# The parsed calls, each with the names of its positional arguments.
 _CALLS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_CONFIGS, ("output_dir",)),
     "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset", "processing_class"),
@@ -41,13 +41,13 @@ _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_mod
 
 @dataclass(frozen=True)
 class Reading:
-    """A parsed file: options with values, options without one and why, arguments read elsewhere, a conflict."""
+    """A parsed file: options with values, options without one and the reason, arguments of other calls, a conflict."""
 
     values: Mapping[str, Any]
-    by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (what the file holds, the reason)
+    by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (the text in the file, the reason)
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # argument → the call that it was read from
     conflict: str | None = None  # an option given twice with two values
-    config: str = ""  # the class of TRL's whose call a Python file holds
+    config: str = ""  # the TRL class that a Python file calls
 
     def __contains__(self, name: str) -> bool:
         return name in self.values or name in self.by_hand
@@ -73,7 +73,7 @@ def read(path: Path) -> Reading:
 
 
 def _resolved(pairs: Iterable[tuple[str, Any]], reason: str) -> Reading:
-    """Fill in interpolations of the file's own options; values that still contain a `$` are left to the user."""
+    """Resolve interpolations of the file's own options; values that still contain a `$` must be set by hand."""
     values, conflict = _unique((peers.normal(name), value) for name, value in pairs)
     filled = {name: interpolated(name, value, values) for name, value in values.items()}
     unresolved = {name: (value, reason) for name, value in filled.items() if undetermined(value)}
@@ -106,7 +106,7 @@ def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
         raise KeelError(f"{path} contains a {type(data).__name__}: a configuration is a mapping of options")
     for name, value in flatten_options("", data):
         if "defaults" in (name, name.rpartition(".")[2]) or name.endswith("_target_"):
-            continue  # hydra's own: which files to compose, which class to make
+            continue  # hydra's own entries: files to compose, classes to instantiate
         yield name, value
 
 
@@ -140,7 +140,10 @@ def _python(content: str, path: Path) -> Reading:
                 continue
             if called == "LoraConfig" and name in _LORA:
                 options.append((f"model.lora.{_LORA[name]}", value))
-            elif called != "LoraConfig" or name not in ("task_type", "bias"):  # in every causal model's adapter
+            elif called != "LoraConfig" or name not in (
+                "task_type",
+                "bias",
+            ):  # the same for the adapter of every causal model
                 options.append(("model.name" if name == "model" else name, value))
     if not options and not by_hand:
         raise KeelError(f"{path} calls none of {', '.join(_CALLS)}: there is nothing to migrate")
@@ -151,12 +154,12 @@ def _python(content: str, path: Path) -> Reading:
 
 
 def _by_hand(name: str) -> str:
-    """Why an argument that is an object is left to the user: its counterpart in Keel."""
+    """Advice for an argument that is an object: the option of Keel to set by hand."""
     alias = peers.table().get(name)
     if name in _OBJECTS or alias is None or alias.convert is not None:
         return _OBJECTS.get(name, COMPUTED)
     return (
-        f"give the file or hub name as {alias.target}, by hand" if "hub name" in alias.note else alias.note or COMPUTED
+        f"set {alias.target} to the file or hub name, by hand" if "hub name" in alias.note else alias.note or COMPUTED
     )
 
 
@@ -169,7 +172,7 @@ def _unknown() -> Any:
 
 
 def _constants(module: ast.Module) -> dict[str, ast.expr]:
-    """Names that are assigned once in the file; one assigned twice has a value only when the file runs."""
+    """Names that are assigned exactly once in the file, with their values."""
     assigned: list[tuple[str, ast.expr]] = []
     for node in ast.walk(module):
         if isinstance(node, ast.Assign):
@@ -181,7 +184,7 @@ def _constants(module: ast.Module) -> dict[str, ast.expr]:
 
 
 def _arguments(call: ast.Call, constants: Mapping[str, ast.expr]) -> Iterator[tuple[str, ast.expr | None]]:
-    """A call's arguments by name; `**{…}` and `**dict(…)` are opened where they are written out."""
+    """A call's arguments by name, including those of `**{…}` and `**dict(…)` with literal contents."""
     for keyword in call.keywords:
         if keyword.arg is not None:
             yield keyword.arg, keyword.value
@@ -202,7 +205,7 @@ def _arguments(call: ast.Call, constants: Mapping[str, ast.expr]) -> Iterator[tu
 
 
 def _literal(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) -> Any:
-    """The value of a literal, of a name that a literal was assigned to, or of whole numbers' arithmetic."""
+    """The value of a literal, of a name with a literal value, or of arithmetic on whole numbers."""
     if isinstance(node, ast.Name) and node.id in constants and depth < 5:
         return _literal(constants[node.id], constants, depth + 1)
     if isinstance(node, ast.BinOp):

@@ -27,13 +27,13 @@ _MAX_DEPTH = 8
 def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
     """The `key=value` and `--key value` words of the commands; `name=value` in front of a command is a variable.
 
-    Variables that the script gives one value are filled in, and `$((a * b))` is computed; any other `$` stays.
+    Variables with exactly one value in the script are filled in, and `$((a * b))` is computed; any other `$` stays.
     """
     try:
         commands = [shlex.split(line) for line in _commands(_SUM.sub(_without_spaces, content))]
     except ValueError as error:
         raise KeelError(f"cannot read {path} as a shell script: {error}") from None
-    plain = path.suffix == ".txt"  # a page of options rather than a script: it has no variables
+    plain = path.suffix == ".txt"  # a list of options, not a script: it has no variables
     variables: dict[str, set[str]] = {}
     trainer_commands: list[list[str]] = []
     for command in commands:
@@ -47,7 +47,7 @@ def options_of_script(content: str, path: Path) -> Iterator[tuple[str, Any]]:
             position += 1
         if command[position : position + 1] and command[position] not in _NO_TRAINER:
             trainer_commands.append(command[position:])
-    # a name with two values depends on the way through the script
+    # the value of a name with two values depends on the script's control flow
     known = {name: next(iter(values)) for name, values in variables.items() if len(values) == 1}
     for command in trainer_commands:
         for name, word in _options(command):
@@ -59,7 +59,7 @@ def _without_spaces(match: re.Match[str]) -> str:
 
 
 def _commands(content: str) -> Iterator[str]:
-    """The script cut into commands: lines that a backslash joins are one, comments go, quotes are kept."""
+    """Split the script into commands: join lines at backslashes, remove comments, keep quotes."""
     command, quote, position = "", "", 0
     while position < len(content):
         letter, pair = content[position], content[position : position + 2]
@@ -88,7 +88,7 @@ def _commands(content: str) -> Iterator[str]:
 
 
 def _options(words: list[str]) -> Iterator[tuple[str, str | list[str] | None]]:
-    """The options among a command's words; a flag takes all words up to the next option."""
+    """The options among a command's words; the value of a flag is all words up to the next option."""
     end = next((i for i, word in enumerate(words) if re.match(r"\d*[<>]", word)), len(words))
     position, words = 0, words[:end]
     while position < len(words):
@@ -108,13 +108,13 @@ def _options(words: list[str]) -> Iterator[tuple[str, str | list[str] | None]]:
 
 
 def _closed(word: str) -> str:
-    """A word without the bracket that closes the array around it."""
+    """A word without the closing bracket of its array."""
     return word[:-1] if word.endswith(")") and word.count(")") > word.count("(") else word
 
 
 def _value(word: str | list[str] | None, known: Mapping[str, str], path: Path) -> Any:
     if word is None:
-        return True  # a flag alone
+        return True  # a flag without a value
     if isinstance(word, list):
         return [_value(item, known, path) for item in word]
     filled = _filled(word, known)
@@ -137,7 +137,7 @@ def _lookup(match: re.Match[str], known: Mapping[str, str]) -> str:
 
 
 def _computed(match: re.Match[str], known: Mapping[str, str]) -> str:
-    """The value of `$((a * b))`; a shell divides whole numbers."""
+    """The value of `$((a * b))`, with the shell's integer division."""
     expression = match[1].strip().replace("//", "/").replace("/", "//")
     try:
         tree = ast.parse(expression, mode="eval").body

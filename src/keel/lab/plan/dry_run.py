@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
+from keel.lab.plan.fused import VocabularyKernels
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.shapes import CudaAutocast
-from keel.models.chunked import default_chunk
+from keel.models.chunked import default_chunk, simulate_kernels
 from keel.models.dtypes import DTYPES
 from keel.models.head import Head, body_of, causal_lm, evaluating
 from keel.models.loaded import LoadedModel
@@ -45,7 +46,7 @@ class FullLength(PackedBatch):
 
 @dataclass(frozen=True)
 class Micro:
-    """A microbatch and its prefix structure, with real numbers, because fake tensors have no values."""
+    """A microbatch and its prefix structure, as real tensors, because fake tensors have no values."""
 
     packed: FullLength
     structure: RowStructure
@@ -66,7 +67,7 @@ class StepCost:
 
 
 def full_microbatches(config: Config, loaded: LoadedModel, prompt: int, hardware: Hardware) -> list[Micro]:
-    """The microbatches of one update at full length, as `pack_step` cuts them."""
+    """The microbatches of one update at full length, as `pack_step` splits them."""
     rollout, length = config.rollout, config.rollout.max_completion_length
     tokens = (1,) * length
     completion = Completion(tokens, (True,) * length, (0.0,) * length, (0.0,) * length, "", "length")
@@ -81,25 +82,13 @@ def full_microbatches(config: Config, loaded: LoadedModel, prompt: int, hardware
         batch = pack(part, loaded.pad_id, shared_prefix=True, max_row_tokens=row)
         full = FullLength(**{f.name: getattr(batch, f.name) for f in fields(PackedBatch)})
         structure = RowStructure(full)
-        _ = structure.groups  # found now: fake numbers cannot be read
+        _ = structure.groups  # computed now, because fake tensors have no values
         packed.append(Micro(full, structure))
     return packed
 
 
-def dry_run(
-    config: Config,
-    loaded: LoadedModel,
-    reference: nn.Module | None,
-    micros: list[Micro],
-    hardware: Hardware,
-    prompt: int,
-) -> StepCost:
-    """Dry-run a step after the first one, with allocated optimizer moments."""
-    return _DryRun(config, loaded, reference, micros, hardware).run(prompt)
-
-
-class _DryRun:
-    """A step's models and microbatches, and the count of live bytes."""
+class DryRun:
+    """A dry run of a step after the first one, with allocated optimizer moments."""
 
     def __init__(
         self,
@@ -118,6 +107,7 @@ class _DryRun:
         self.cost = StepCost(micros=len(micros), pass_tokens=pass_tokens)
 
     def run(self, prompt: int) -> StepCost:
+        """The cost of a step with prompts of `prompt` tokens."""
         config, live, cost, model = self.config, self.live, self.cost, self.loaded.model
         parts, reference = cost.parts, self.reference
         parts["weights"] = live.hold((*model.parameters(), *model.buffers()))
@@ -189,18 +179,21 @@ class _DryRun:
 
     @contextmanager
     def _phase(self, name: str, onloaded: int = 0) -> Iterator[None]:
-        """Counts a phase's peak bytes; `onloaded` bytes come from main memory for its duration."""
+        """Count a phase's peak bytes; `onloaded` bytes are moved from main memory for its duration."""
         self.live.now += onloaded
         self.live.peak = self.live.now
         cuda = self.hardware.kind == "cuda"
         autocast = CudaAutocast() if cuda and self.amp_dtype is not None else nullcontext()
-        with self.live, autocast, simulate_cuda_memory() if cuda else nullcontext():
+        with self.live, autocast, ExitStack() as simulated:
+            if cuda:
+                simulated.enter_context(simulate_cuda_memory())
+                simulated.enter_context(simulate_kernels(VocabularyKernels))
             yield
         self.live.now -= onloaded
         self.cost.phases[name] = self.live.peak
 
     def _offloaded(self) -> tuple[int, int]:
-        """Bytes of the reference (all but its head) and of the moments in main memory; on a CPU it is the same."""
+        """Bytes of the reference (all but its head) and of the moments in main memory; a CPU has no other memory."""
         if self.hardware.kind == "cpu":
             return 0, 0
         offloaded = 0
@@ -215,18 +208,18 @@ class _DryRun:
         return nullcontext() if self.amp_dtype is None else torch.autocast("cpu", dtype=self.amp_dtype)
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
-        """Assume prefix attention where it is allowed; whether it is exact can only be tested with real weights."""
+        """Assume prefix attention if it is allowed; its exactness can only be tested with real weights."""
         by_structure = may_use_prefix_attention(body_of(model), micro.packed)
         return hidden_states_in_one_pass(model, micro.packed, micro.structure if by_structure else None)
 
     def _chunk(self, head: Head) -> int:
-        """As scoring chooses it on the planned device."""
+        """The choice that scoring makes on the planned device."""
         weight = getattr(head.module, "weight", None)
         vocabulary = len(weight) if weight is not None else 2**17
         return default_chunk(vocabulary, torch.device(self.hardware.kind), self.hardware.memory_bytes)
 
     def _score_reference(self, reference: nn.Module) -> list[Tensor]:
-        """One microbatch's pass; with exact KL the hidden states of all of them, which are kept."""
+        """One microbatch's pass; with exact KL it returns the hidden states, which all microbatches keep in memory."""
         micro, head = self.micros[0], _head(reference)
         with evaluating(reference), self._autocast():
             hidden = self._hidden(reference, micro)
@@ -262,7 +255,7 @@ class _DryRun:
         loss.backward()
 
     def _rollout(self, prompt: int, prompts: int, rows: int, waves: int) -> int:
-        """One wave: prefill of its prompts, each once, then a decode step of all rows; returns its KV bytes."""
+        """One wave: prefill of each distinct prompt, then a decode step of all rows; returns the KV cache's bytes."""
         from transformers.cache_utils import DynamicCache
 
         rollout, shape = self.config.rollout, causal_lm(self.loaded.model).config
@@ -299,7 +292,7 @@ class _DryRun:
         return cache + moved.nbytes + turn_cache.nbytes
 
     def _turn_cache_bytes(self, cache: int, waves: int) -> int:
-        """Bytes of the KV cache between turns, of the rows of all waves at their longest."""
+        """Bytes of the KV cache between turns: the rows of all waves at full length."""
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
@@ -311,12 +304,12 @@ def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
 
 
 def _head(model: nn.Module) -> Head:
-    """The head unchanged: its scale and soft cap cost no memory, and measuring them needs real weights."""
+    """The head unchanged: its scale and soft cap take no memory, and measuring them needs real weights."""
     return Head(causal_lm(model).get_output_embeddings(), 1.0, None)
 
 
 def decoding_traits(config: Config, loaded: LoadedModel, hardware: Hardware) -> Traits:
-    """How the planned device decodes; with shared prompts, though only the weights tell whether that is exact."""
+    """The decoder of the planned device. Prompts are shared, although only real weights show whether that is exact."""
     model = causal_lm(loaded.model)
     graphs = hardware.kind == "cuda" and config.rollout.cuda_graphs
     return Traits(hardware.kind, True, graphs and is_llama_shaped(model) and has_fixed_rotations(model))
@@ -327,6 +320,3 @@ def rollout_passes(config: Config, traits: Traits) -> RolloutPasses:
     rollout = config.rollout
     requests = [(rollout.num_generations, rollout.max_completion_length)] * rollout.prompts_per_step
     return simulate(requests, rollout.max_batch, traits)
-
-
-__all__ = ["Micro", "StepCost", "decoding_traits", "dry_run", "full_microbatches", "rollout_passes"]

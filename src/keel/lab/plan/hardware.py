@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Hardware:
-    """Memory in bytes; `workspace_bytes` are cuBLAS's workspaces of forward and of backward passes."""
+    """A device's memory in bytes; `workspace_bytes` are cuBLAS's workspaces of forward and backward passes."""
 
     name: str
     kind: str
@@ -23,7 +23,7 @@ class Hardware:
     workspace_bytes: int = 0
 
 
-_HOPPER, _OTHERS = 2 * 32 * 2**20, 2 * 8519680  # torch's cuBLAS workspaces
+_HOPPER, _OTHERS = 2 * 32 * 2**20, 2 * 8519680  # bytes of torch's cuBLAS workspaces
 
 KNOWN: dict[str, Hardware] = {
     "h200": Hardware("H200", "cuda", int(139 * GIB), _HOPPER),

@@ -24,12 +24,12 @@ from keel.trainer.state import State
 from keel.trainer.step import train_step
 
 PHASES = ("rollout", "score", "update", "sync")
-STEP_S = 5.0  # double the groups while the expected time of a step is below this
-_REPEAT_S = 0.6  # repeat short steps for this long and take the median
+STEP_S = 5.0  # seconds: double the groups while the expected time of a step is below this
+_REPEAT_S = 0.6  # seconds: repeat short steps for this long and take the median
 
 
 class StepTime(NamedTuple):
-    """Seconds by phase and in all of a step on `groups` of the configured `of` groups."""
+    """Seconds of a step by phase and in total, on `groups` of the configured `of` groups."""
 
     seconds: dict[str, float]
     groups: int
@@ -96,17 +96,19 @@ def _load(config: Config) -> LoadedModel:
 
 
 def _step_s(config: Config, built: Built, groups: int, state: State) -> tuple[dict[str, float], State]:
-    """Median seconds of real steps on so many groups, by phase, after one that is not counted; the state after them."""
+    """Median seconds of real steps on `groups` groups by phase, after a warm-up step; and the state after them."""
     rollout = config.rollout.model_copy(update={"prompts_per_step": groups})
     collector = replace(built.collector, sampling=SamplingParams.of(rollout, ignore_eos=True, stop=()))
 
     def collected(problems: Any, **when: Any) -> list[Group]:
         judged = collector.collect(problems, **when)
-        rewards = tuple(Reward(float(i % 2)) for i in range(rollout.num_generations))  # never all equal
+        rewards = tuple(
+            Reward(float(i % 2)) for i in range(rollout.num_generations)
+        )  # distinct, so that every group has a gradient
         return [replace(group, rewards=rewards) for group in judged]
 
     part: Any = replace(built.run, rollout=rollout, collect=collected, queue=None)
-    state = train_step(part, state).state  # kernels are chosen, moments are made
+    state = train_step(part, state).state  # the warm-up step selects kernels and creates the moments
     lines: list[dict[str, float]] = []
     while len(lines) < 3 and sum(line["time/total_s"] for line in lines) < _REPEAT_S:
         state, metrics, _ = train_step(part, state)
@@ -114,6 +116,3 @@ def _step_s(config: Config, built: Built, groups: int, state: State) -> tuple[di
     phases = {name: statistics.median(line[f"time/{name}_s"] for line in lines) for name in PHASES}
     total = statistics.median(line["time/total_s"] for line in lines)
     return {**phases, "other": max(0.0, total - sum(phases.values())), "step": total}, state
-
-
-__all__ = ["StepTime", "measure", "obstacle"]

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from keel.config import Config, load_config
-from keel.lab.plan.dry_run import dry_run, full_microbatches, rollout_passes
+from keel.lab.plan.dry_run import DryRun, full_microbatches, rollout_passes
 from keel.lab.plan.hardware import Hardware
 from keel.lab.plan.ranks import DEVICES, RankPlan, rank_plans
 from keel.lab.plan.shapes import materialize, model_source, policy_shape, prompt_lengths, reference_shape
@@ -65,7 +65,7 @@ def plan(
         return counted
     smaller = load_config(config, [f"optim.microbatch_tokens={fitting}"])
     sized = _counted(smaller, hardware, prompt_tokens, devices)
-    pairs = zip(counted.ranks, sized.ranks, strict=True)  # where weights are sharded, passes are as configured
+    pairs = zip(counted.ranks, sized.ranks, strict=True)  # with sharded weights, passes have the configured size
     return replace(sized, ranks=tuple(own if own.layout.sharded else other for own, other in pairs))
 
 
@@ -73,14 +73,14 @@ def _counted(config: Config, hardware: Hardware, prompt_tokens: int | None, devi
     """The plan with passes of the configured size."""
     tokenizer, shape = model_source(config)
     prompt = prompt_tokens or max(prompt_lengths(config, tokenizer))
-    with torch.device("meta"):  # shapes alone: nothing is allocated and nothing is read
+    with torch.device("meta"):  # only shapes: no memory is allocated, no weights are read
         loaded = policy_shape(config, tokenizer, shape, hardware)
         reference = reference_shape(config, loaded, shape)
     micros = full_microbatches(config, loaded, prompt, hardware)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for model in {id(m): m for m in (loaded.model, reference) if m is not None}.values():
             materialize(model)
-        cost = dry_run(config, loaded, reference, micros, hardware, prompt)
+        cost = DryRun(config, loaded, reference, micros, hardware).run(prompt)
     return Plan(
         parameters=sum(p.numel() for p in loaded.model.parameters()),
         trainable=sum(p.numel() for p in loaded.model.parameters() if p.requires_grad),
@@ -104,7 +104,7 @@ def _fitting_tokens(plan: Plan, config: Config) -> int:
 
 
 def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = None) -> list[tuple[list[str], Plan]]:
-    """Cumulative option changes that save memory, each with its plan, up to the first that fits."""
+    """Cumulative option changes that save memory, each with its plan, up to the first plan that fits."""
     tried: list[tuple[list[str], Plan]] = []
     by_option: dict[str, str] = {}
     for override in _remedies(config):
@@ -117,7 +117,7 @@ def make_it_fit(config: Config, hardware: Hardware, prompt_tokens: int | None = 
 
 
 def _remedies(config: Config) -> Iterator[str]:
-    """Overrides that save memory, the cheapest in time first."""
+    """Overrides that save memory, those with the smallest cost in time first."""
     tokens = config.optim.microbatch_tokens
     for size in (tokens // 2, tokens // 4, tokens // 8):
         if size >= 256:
@@ -134,6 +134,3 @@ def _remedies(config: Config) -> Iterator[str]:
         yield f"rollout.max_batch={rows // 4}"
     if config.model.lora is None:
         yield "model.lora={r: 16}"
-
-
-__all__ = ["Plan", "make_it_fit", "plan"]

@@ -1,4 +1,4 @@
-"""A step on several devices: each one's memory by layout, from the dry run of one device."""
+"""A step on several devices: the memory of each by layout, from the dry run of one device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from keel.run.footprint import (
 from keel.run.layout import choose_layout, layouts, run_memory
 
 DEVICES = (1, 2, 4, 8)
-MACHINE = 8  # devices of a machine, where more of them are planned
+MACHINE = 8  # devices per machine, if the plan has more
 _HELD = ("weights", "sampler", "reference", "optimizer")
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One device of a layout: bytes by part, peaks by phase; a run takes the `chosen` one."""
+    """One device of a layout: bytes by part, peaks by phase; a run uses the `chosen` layout."""
 
     layout: DeviceLayout
     parts: dict[str, int]
@@ -52,7 +52,7 @@ class RankPlan:
 def rank_plans(
     config: Config, loaded: LoadedModel, cost: StepCost, hardware: Hardware, devices: Sequence[int] = DEVICES
 ) -> tuple[RankPlan, ...]:
-    """Every layout on each number of devices; one device whole is the dry run itself."""
+    """Every layout on each number of devices; for one device it is the dry run itself."""
     shape, job = shape_of(loaded.model), run_memory(config, loaded, hardware.kind)
     plans: list[RankPlan] = []
     for count in devices:
@@ -73,14 +73,16 @@ def _rank(
     shares = _shares(config, cost.micros, layout.devices)
     parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
     parts |= {**(resident_bytes(shape, job, layout) if layout.sharded else {}), **temporary}
-    stepped = parts["gradients"] / cost.parts["gradients"]  # of the numbers that the optimizer updates
+    stepped = parts["gradients"] / cost.parts["gradients"]  # bytes of the numbers that the optimizer updates
     fixed, states = cost.parts["workspaces"], cost.parts["reference states"]
     moments_host = cost.parts["optimizer"] if config.optim.offload else 0
     phases = {}
     for name, peak in cost.phases.items():
         scoring = name in ("reference", "update")
         lasting = (*_HELD, "gradients") if name in ("update", "optimizer step") else _HELD
-        away = min(moments_host, cost.host) if name == "reference" else cost.host  # the reference is back by then
+        away = (
+            min(moments_host, cost.host) if name == "reference" else cost.host
+        )  # the reference is offloaded again by then
         besides = fixed + (states if name != "rollout" else 0)
         working = peak - (sum(cost.parts[part] for part in lasting) - away) - besides
         share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else stepped
@@ -105,9 +107,6 @@ def _shares(config: Config, micros: int, devices: int) -> dict[str, float]:
 
 
 def fewest(plans: Sequence[RankPlan]) -> RankPlan | None:
-    """The fewest devices on which a step fits, in the layout that a run takes there if it can."""
+    """The smallest number of devices on which a step fits, in the run's own layout if that fits."""
     fitting = [plan for plan in plans if plan.fits]
     return min(fitting, key=lambda plan: (plan.layout.devices, not plan.chosen), default=None)
-
-
-__all__ = ["DEVICES", "RankPlan", "fewest", "rank_plans"]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from keel.base.errors import KeelError, first_line
 from keel.base.imports import import_object, is_import_path
 from keel.config import Config
+from keel.lab.plan.fused import fuse_as_on_cuda
 from keel.lab.plan.hardware import Hardware
 from keel.models.adapters import is_lora
 from keel.models.dropout import disable_dropout
@@ -24,9 +25,9 @@ from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.tiny import tiny_config, tiny_tokenizer
-from keel.run.build import build_named_task, build_renderer
+from keel.run.tasks import build_named_task, build_renderer
 
-_SAMPLED_PROBLEMS = 16  # problems whose prompts tell how long prompts are
+_SAMPLED_PROBLEMS = 16  # number of problems whose prompts are measured
 
 
 def model_source(config: Config) -> tuple[Any, Any]:
@@ -51,7 +52,7 @@ def _read_shape(name: str, config: Config) -> Any:
         return AutoConfig.from_pretrained(
             str(path) if path.is_dir() else name, trust_remote_code=config.model.trust_remote_code
         )
-    except Exception as error:  # what transformers raises here has no common base
+    except Exception as error:  # errors of transformers have no common base here
         raise KeelError(f"cannot read the shape of {name!r}: {first_line(error)}; check model.name") from error
 
 
@@ -65,7 +66,7 @@ def random_model(shape: Any, config: Config, **options: Any) -> nn.Module:
 
 
 def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware) -> LoadedModel:
-    """The policy as loading leaves it: its type, dropout, adapters and mode."""
+    """The policy as after loading: its dtype, dropout, adapters and mode."""
     model: Any = _empty_model(shape, config, weights_dtype(config, shape, hardware.kind))
     if not config.model.dropout:
         disable_dropout(model)
@@ -73,8 +74,10 @@ def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware)
     lora = config.model.lora
     if lora is not None:
         model = add_lora(model, lora.model_copy(update={"adapter": None}), seed=0)
+    if hardware.kind == "cuda":
+        fuse_as_on_cuda(model)
     if config.model.gradient_checkpointing:
-        # the dry run's own autocast does not reach into the backward pass
+        # the dry run's own autocast does not cover the backward pass
         again = RecomputeContext(CudaAutocast) if hardware.kind == "cuda" else RecomputeContext()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again})
     adapters_drop = lora is not None and lora.dropout > 0
@@ -95,7 +98,7 @@ def reference_shape(config: Config, loaded: LoadedModel, shape: Any) -> nn.Modul
 
 
 def weights_dtype(config: Config, shape: Any, device: str) -> torch.dtype:
-    """As loading chooses it: fp32 on a CPU, the checkpoint's own elsewhere, unless one is named."""
+    """The dtype that loading chooses: the configured one, else fp32 on a CPU and the checkpoint's own elsewhere."""
     if config.model.dtype != "auto":
         return DTYPES[config.model.dtype]
     checkpoint_dtype = getattr(shape, "dtype", None)
@@ -104,7 +107,7 @@ def weights_dtype(config: Config, shape: Any, device: str) -> torch.dtype:
 
 def _empty_model(shape: Any, config: Config, dtype: torch.dtype) -> nn.Module:
     model = random_model(shape, config)
-    causal_lm(model).config.pad_token_id = None  # transformers would look for it among tokens that have no numbers
+    causal_lm(model).config.pad_token_id = None  # transformers would look for it among tokens without values
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -53,7 +53,7 @@ def show_plan(
 
 
 def _time(config: Config, estimate: Plan) -> tuple[StepTime | None, str]:
-    """A step's time on this machine, and the measured passes or why nothing was measured."""
+    """A step's time on this machine, and the measured passes or the reason why nothing was measured."""
     if (why := obstacle(config, kind=estimate.hardware.kind, fits=estimate.fits)) is not None:
         return None, f"not measured: {why}"
     timed = measure(config, lambda text: print(f"{text} …", file=sys.stderr))

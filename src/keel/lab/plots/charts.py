@@ -1,4 +1,4 @@
-"""A chart as data, and as inline SVG: it needs no network and no script, and scales with the page."""
+"""A chart as data, and as inline SVG, which needs no network and no script."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ Point = tuple[float, float | None]
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
-ROUNDING = 1e-6  # relative: a curve that changes by less is constant
-PALETTE = ("#1f6fd6", "#d9660f", "#16916f", "#a33ea1", "#b58900", "#d2385b", "#4a8fa8", "#6b6b6b")  # as page.css has it
-COLOURS, GREY = len(PALETTE), 7  # distinguishable colours; grey is for what belongs to no series
+ROUNDING = 1e-6  # a curve with a smaller relative change counts as constant
+PALETTE = (
+    "#1f6fd6",
+    "#d9660f",
+    "#16916f",
+    "#a33ea1",
+    "#b58900",
+    "#d2385b",
+    "#4a8fa8",
+    "#6b6b6b",
+)  # the same number as in page.css
+COLOURS, GREY = len(PALETTE), 7  # number of distinguishable colours
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,8 @@ class Panel:
     events: Sequence[float] = ()
     from_zero: bool = False
     checkpoints: Sequence[float] = ()
-    x_label: str = "step"  # what the x axis counts; steps are whole numbers
-    names: Sequence[str] = ()  # of x = 0, 1, 2, … where it counts nothing
+    x_label: str = "step"  # unit of the x axis; steps are whole numbers
+    names: Sequence[str] = ()  # labels of x = 0, 1, 2, … if the x axis has no unit
     x_range: tuple[float, float] | None = None
     y_range: tuple[float, float] | None = None
 
@@ -153,7 +162,7 @@ def wants_log(ys: Sequence[float]) -> bool:
 
 
 def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
-    """A little room around the values; a flat line sits in the middle."""
+    """The range of the values with a margin; a flat line is in the middle."""
     low, high = min(values), max(values)
     if low == high == 0:
         high = 1.0
@@ -166,21 +175,21 @@ def y_axis(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
     return Scale(low if from_zero and low == 0 else low - room, high + room, bottom, top)
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """At most `count` round numbers (1, 2 or 5 times a power of ten) between low and high."""
+def ticks(low: float, high: float) -> list[float]:
+    """At most five round numbers (1, 2 or 5 times a power of ten) between low and high."""
     if not high > low:
         return [low]
     power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
     for factor in (1, 2, 5, 10, 20, 50, 100):
         step = factor * power
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        if last - first < count:
+        if last - first < 5:
             break
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between low and high, or the two ends where there is none."""
+    """Powers of ten between low and high, or the two ends if there is none."""
     powers = [10.0**i for i in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     return powers[:: max(1, len(powers) // 4)] if len(powers) > 1 else [float(f"{low:.2g}"), float(f"{high:.2g}")]
 
@@ -207,7 +216,7 @@ def grid(x: Scale, y: Scale, integers: bool = True, names: Sequence[str] = ()) -
         parts.append(f'<text x="{LEFT - 5}" y="{at + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>')
     named = [(float(index), name) for index, name in enumerate(names)]
     for value, name in named or [(value, tick_text(value)) for value in ticks(x.low, x.high)]:
-        if value == int(value) or not integers:  # there is no half step
+        if value == int(value) or not integers:  # steps are whole numbers
             at = x.at(value)
             anchor = "end" if at > WIDTH - RIGHT - 12 else "middle"
             parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 7}" text-anchor="{anchor}">{escape(name)}</text>')
@@ -215,7 +224,7 @@ def grid(x: Scale, y: Scale, integers: bool = True, names: Sequence[str] = ()) -
 
 
 def curve(series: Curve, x: Scale, y: Scale) -> str:
-    """A line broken at gaps; a point that stands alone, or every point of an evaluation, as a dot."""
+    """A line with gaps; isolated points, and all points of evaluations, are dots."""
     colour = series.colour % COLOURS
     commands: list[str] = []
     dots: list[str] = []

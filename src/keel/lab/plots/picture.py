@@ -16,9 +16,9 @@ from keel.lab.plots.charts import PALETTE, Curve, Panel, wants_log
 KINDS = (".png", ".svg", ".pdf")
 DPI = 130
 CAPTION = "95 % t-intervals over seeds; intervals are clipped at the edges"
-EM = 0.65 / 72  # inches of a character's width for each point of its size: more than the mean of any name
+EM = 0.65 / 72  # width of a character in inches per point of font size: above the mean of any name
 LEGEND_SIZE, NOTE_SIZE, TITLE_SIZE = 8, 7, 11
-TAG_RINGS, TAG_DIRECTIONS = 12, 16  # where the tag of a dot may stand: on rings around it
+TAG_RINGS, TAG_DIRECTIONS = 12, 16  # possible positions of a dot's tag: on rings around it
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def write_panels(
         shared = {"sharey": True} if names else {"sharex": rows > 1, "sharey": "col"}
         size: dict[str, Any] = {"figsize": (width, height), "dpi": DPI}
         figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **size, **shared)
-        figure.get_layout_engine().set(w_pad=0.1)  # numbers at the ends of two axes do not touch
+        figure.get_layout_engine().set(w_pad=0.1)  # room between the numbers at the ends of two axes
         grid = [axes[index % rows, index // rows] for index in range(rows * columns)]
         for axis in grid[len(panels) :]:
             axis.set_visible(False)
@@ -108,7 +108,7 @@ def write_panels(
 
 
 def _size(rows: int, columns: int, names: Sequence[str], notes: Sequence[str]) -> tuple[float, float]:
-    """In inches, without the legend."""
+    """Width and height in inches, without the legend."""
     if names:
         return max(2.5, 0.5 + _inches(names, LEGEND_SIZE)) + 3.1 * columns, 2.4 + 0.26 * len(names)
     if rows > 1:
@@ -123,19 +123,19 @@ def _inches(texts: Sequence[str], size: float) -> float:
 
 
 def _wrapped(text: str, size: float, width: float) -> str:
-    """In lines of at most `width` inches."""
+    """Wrap a text into lines of at most `width` inches."""
     return "\n".join(textwrap.wrap(text, max(12, int(width / (EM * size)))))
 
 
 def _legend_grid(labels: Sequence[str], width: float) -> tuple[int, list[str]]:
-    """The columns that fit, at most four, and the labels in lines that fit into one."""
+    """The number of legend columns that fit (at most four), and the labels wrapped to a column."""
     handle = 0.6
     columns = max(1, min(4, int(width / (handle + _inches(labels, LEGEND_SIZE)))))
     return columns, [_wrapped(label, LEGEND_SIZE, width / columns - handle) for label in labels]
 
 
 def _tag(figure: Any, charts: Sequence[tuple[Any, Panel]]) -> None:
-    """Tags beside the dots of each chart, where no other text is: positions are known after the layout."""
+    """Place tags beside the dots of each chart without overlap, after the layout."""
     tagged = [
         (axis, series.tag, (x, y))
         for axis, panel in charts
@@ -159,7 +159,7 @@ def _tag(figure: Any, charts: Sequence[tuple[Any, Panel]]) -> None:
 
 
 def _ring_positions() -> Iterator[tuple[float, float]]:
-    """(distance in points, angle): nearest first, from the upper left onwards, where a rising line is not."""
+    """(distance in points, angle), nearest first, starting at the upper left, away from a rising line."""
     for ring in range(1, TAG_RINGS + 1):
         for direction in range(TAG_DIRECTIONS):
             yield 8.0 * ring, 3 * math.pi / 4 + 2 * math.pi * direction / TAG_DIRECTIONS
@@ -171,7 +171,7 @@ def _legend_line(plt: Any, entry: LegendEntry) -> Any:
 
 
 def _horizontal(axis: Any, panel: Panel) -> None:
-    """One line per name, however many there are: values run along the x axis."""
+    """One line per name, with values along the x axis."""
     from matplotlib.transforms import ScaledTranslation
 
     for index, series in enumerate(panel.series):
@@ -233,7 +233,7 @@ def _error_lengths(measured: MeasuredPoints) -> tuple[list[float], list[float]]:
 
 
 def plot_evaluation(data: Mapping[str, Any], path: Path) -> None:
-    """Bars of pass@1 and of the largest pass@k with 95 % intervals, next to the baseline's."""
+    """Bars of pass@1 and of the largest pass@k with 95 % intervals, beside those of the baseline."""
     records = data["tasks"]
     ks = sorted({int(k) for record in records for k in record.get("pass@k", ())} - {1})
     bars = [(data["model"], "pass@1", lambda r: (r.get("pass@1"), r.get("ci95")))]

@@ -17,11 +17,11 @@ __all__ = ["write_page", "write_report"]
 
 
 def write_report(
-    runs: Sequence[Path], out: Path | None = None, looked_at: Callable[[RunRecord], str] | None = None
+    runs: Sequence[Path], out: Path | None = None, details: Callable[[RunRecord], str] | None = None
 ) -> Path:
     """Read the runs and write their report; returns its path.
 
-    Default path: report.html in the run's folder, or comparison.html next to the first of several runs. `looked_at`
+    Default path: report.html in the run's folder, or comparison.html next to the first of several runs. `details`
     returns HTML that is folded below a run's findings.
     """
     from keel.doctor.runs import read_run
@@ -33,11 +33,11 @@ def write_report(
     records = [read_run(path) for path in paths]
     if out is None:
         out = paths[0] / REPORT if len(paths) == 1 else paths[0].resolve().parent / "comparison.html"
-    return write_page(Path(out), page(records, looked_at))
+    return write_page(Path(out), page(records, details))
 
 
 def write_page(out: Path, text: str) -> Path:
-    """A page at `out`, whole or not at all; its folder is made."""
+    """Write a page atomically; its folder is created."""
     with one_line_errors(f"cannot create {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)

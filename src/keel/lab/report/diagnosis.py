@@ -1,4 +1,4 @@
-"""What the doctor looked at, as HTML: a page of its own, and the folded part of a run's report."""
+"""The details of a diagnosis as HTML: a separate page, and the folded part of a run's report."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TONES = {"confirmed": "bad", "ruled out": "good"}
 
 
 def write_diagnosis(diagnosis: Diagnosis, verdict: str, out: Path) -> Path:
-    """A diagnosis as a page of its own, under its verdict; returns its path."""
+    """Write a diagnosis under its verdict as a separate page; returns its path."""
     return write_page(out, document(verdict, summary(diagnosis, verdict)))
 
 
 def summary(diagnosis: Diagnosis, verdict: str) -> str:
-    """The verdict, the findings, and all that was looked at."""
+    """The verdict, the findings and the details."""
     data = diagnosis.as_dict()
     lines = [
         (
@@ -46,16 +46,16 @@ def summary(diagnosis: Diagnosis, verdict: str) -> str:
     )
 
 
-def looked_at(run: RunRecord) -> str:
-    """Hypotheses, what could not be checked, and what was read of a run; nothing where it cannot be examined."""
+def folded_details(run: RunRecord) -> str:
+    """Hypotheses, unchecked items and the data read of a run; empty if it cannot be examined."""
     try:
         return details(examine(run.path).as_dict(), opened=False)
-    except Exception:  # a report of whatever is there must not end by the one part that needs more
+    except Exception:  # a report must not fail because this part cannot be made
         return ""
 
 
 def details(data: dict[str, Any], *, opened: bool) -> str:
-    """The parts beside the findings, from `Diagnosis.as_dict()`."""
+    """All parts except the findings, from `Diagnosis.as_dict()`."""
     rows = [
         (
             f"{escape(row['name'])} {escape(row['title'])}",

@@ -51,7 +51,7 @@ def show_evaluation(data: Data, console: Console) -> None:
 
 
 def _table(title: str, console: Console) -> Table:
-    """A table under a title that may be wider than it."""
+    """A table under a title, which may be wider than the table."""
     console.print(title, style="bold", markup=False, highlight=False)
     table = Table(box=SIMPLE_HEAD)
     table.add_column("task", overflow="fold")
@@ -59,7 +59,7 @@ def _table(title: str, console: Console) -> Table:
 
 
 def _show_extra(records: Sequence[Data], console: Console) -> None:
-    """The tasks' own figures, where they have any."""
+    """The tasks' additional metrics, if there are any."""
     rows = [(record, name, value) for record in records for name, value in record.get("extra", {}).items()]
     if not rows:
         return

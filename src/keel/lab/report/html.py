@@ -16,7 +16,7 @@ from keel.lab.report.panels import panels
 from keel.lab.report.verdict import labels, sentences
 
 
-def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None = None) -> str:
+def page(runs: Sequence[RunRecord], details: Callable[[RunRecord], str] | None = None) -> str:
     """The report of one run, or of several runs in the same charts."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     shown, data = charts(runs)
@@ -27,8 +27,8 @@ def page(runs: Sequence[RunRecord], looked_at: Callable[[RunRecord], str] | None
     if len(runs) > 1:
         body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
-    if looked_at is not None:
-        body.append(block("What the doctor checked", per_run(runs, looked_at, opened=False)))
+    if details is not None:
+        body.append(block("What the doctor checked", per_run(runs, details, opened=False)))
     body.append(block("Curves", shown))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
@@ -69,9 +69,9 @@ def data_element(data: str) -> str:
     return f'<script type="application/json" id="charts">{data}</script>'
 
 
-def resource(name: str) -> str:
-    """A file that lies beside this one in the package."""
-    return files("keel.lab.report").joinpath(name).read_text(encoding="utf-8")
+def resource(name: str, package: str = "keel.lab.report") -> str:
+    """The text of a file in a package."""
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def embed(data: object) -> str:
@@ -83,7 +83,7 @@ def embed(data: object) -> str:
 
 
 def chart_data(drawn: Sequence[Panel]) -> str:
-    """The numbers of every chart, for reading them off under the pointer."""
+    """The numbers of every chart, which the script shows at the pointer."""
     charts = []
     for panel in drawn:
         thinned = [thin(series) for series in panel.series]
@@ -142,7 +142,7 @@ def charts(runs: Sequence[RunRecord]) -> tuple[str, str]:
 
 
 def curves(drawn: Sequence[tuple[Panel, str]], several_runs: bool = False) -> str:
-    """All charts in a grid that is one column on a phone."""
+    """All charts in a grid, which is one column on a phone."""
     if not drawn:
         return "<p class='muted'>No steps have been recorded yet.</p>"
     parts = []

@@ -8,7 +8,7 @@ from keel.doctor.runs import RunRecord, curve_of, interval, number
 from keel.lab.plots.charts import Curve, Panel
 
 K1_HINT = "k1 may be negative"
-# (title, unit, hint, [(metric, label)]): in this order on the page.
+# (title, unit, hint, [(metric, label)]), in the order of the page.
 PanelSpec = tuple[str, str, str, list[tuple[str, str]]]
 PANELS: list[PanelSpec] = [
     ("Reward", "mean per step", "", [("reward/mean", "mean"), ("reward/penalized", "minus the KL in the reward")]),

@@ -16,7 +16,7 @@ from keel.doctor.runs import Record, number
 from keel.loggers import rundir
 
 K1_SAMPLE = "log-ratio to the reference (k1 sample, may be negative)"
-UNFOLDED = 4  # turns and replies shown at either end of a long episode
+UNFOLDED = 4  # number of turns and replies shown at either end of a long episode
 _STEP = re.compile(rb'\{"step":\s*(\d+)[,}]')
 
 
@@ -48,8 +48,8 @@ def tokens_of(record: Record) -> list[Token]:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A turn of the policy or a reply to one: who speaks, the tokens, and of a turn its caption and its note."""
+class RecordedTurn:
+    """A turn of the policy, or a reply to it: speaker, tokens, and for a turn its caption and note."""
 
     speaker: str
     sampled: bool
@@ -62,11 +62,11 @@ class Turn:
         return "".join(token.text for token in self.tokens)
 
 
-def turns_of(record: Record) -> list[Turn]:
+def turns_of(record: Record) -> list[RecordedTurn]:
     """The turns and replies of a completion in order; empty if its tokens cannot be shown.
 
-    Without recorded turns a run of sampled tokens is a turn. Captions and notes are for completions with replies, and
-    for a task of several turns that took one.
+    Without recorded turns, each span of sampled tokens is a turn. Captions and notes are for completions with replies,
+    and for one-turn episodes of multi-turn tasks.
     """
     tokens, described = tokens_of(record), iter(_described(record))
     parts = _cut(tokens, _described(record))
@@ -74,15 +74,16 @@ def turns_of(record: Record) -> list[Turn]:
         parts = [(sampled, tuple(part)) for sampled, part in groupby(tokens, key=lambda token: token.sampled)]
         described = iter(())
     several = len(parts) > 1 or "turns" in record
-    turns: list[Turn] = []
+    turns: list[RecordedTurn] = []
     for sampled, part in parts:
         if sampled:
             recorded = next(described, {})
             count = 1 + sum(turn.sampled for turn in turns)
             caption = _caption(count, part, recorded.get("stop_reason")) if several else ""
-            turns.append(Turn("policy", True, part, caption, str(recorded.get("note") or "")))
+            turns.append(RecordedTurn("policy", True, part, caption, str(recorded.get("note") or "")))
         else:
-            turns.append(Turn(_environment(record), False, part, f"{_counted(len(part), 'token')}, not trained on"))
+            caption = f"{_counted(len(part), 'token')}, not trained on"
+            turns.append(RecordedTurn(_environment(record), False, part, caption))
     return turns
 
 
@@ -91,7 +92,7 @@ def _described(record: Record) -> list[Record]:
 
 
 def _cut(tokens: Sequence[Token], described: Sequence[Record]) -> list[tuple[bool, tuple[Token, ...]]]:
-    """The tokens cut at the recorded lengths of turns and replies; empty where these are not the tokens' own."""
+    """The tokens split at the recorded lengths of turns and replies; empty if the lengths do not fit the tokens."""
     parts: list[tuple[bool, tuple[Token, ...]]] = []
     at = 0
     for turn in described:
@@ -112,7 +113,10 @@ def _caption(number_of_turn: int, tokens: Sequence[Token], stop_reason: Any) -> 
     return " · ".join(parts + ([f"stopped: {stop_reason}"] if stop_reason else []))
 
 
-def folded(turns: Sequence[Turn]) -> tuple[Sequence[Turn], Sequence[Turn], Sequence[Turn]]:
+Turns = Sequence[RecordedTurn]
+
+
+def folded(turns: Turns) -> tuple[Turns, Turns, Turns]:
     """The beginning, the folded middle and the end of an episode; short ones have neither middle nor end."""
     if len(turns) <= 3 * UNFOLDED:
         return turns, (), ()
@@ -120,8 +124,8 @@ def folded(turns: Sequence[Turn]) -> tuple[Sequence[Turn], Sequence[Turn], Seque
     return turns[:UNFOLDED], turns[UNFOLDED:end], turns[end:]
 
 
-def fold_title(turns: Sequence[Turn]) -> str:
-    """What a folded part of an episode holds."""
+def fold_title(turns: Sequence[RecordedTurn]) -> str:
+    """The title of a folded part of an episode: its turns, tokens and log-ratio."""
     of_policy = sum(turn.sampled for turn in turns)
     known = [token.kl for turn in turns for token in turn.tokens if token.kl is not None]
     title = f"{_counted(of_policy, 'turn')} more, {_counted(sum(len(turn.tokens) for turn in turns), 'token')}"
@@ -139,7 +143,7 @@ def messages_of(record: Record) -> list[dict[str, Any]]:
 
 
 def cut_note(record: Record) -> str:
-    """How many prompt tokens were truncated on the left; empty if none."""
+    """The number of prompt tokens that were truncated on the left; empty if none."""
     cut = number(record.get("prompt_tokens_cut"))
     return f"{cut:.0f} tokens truncated on the left" if cut else ""
 
@@ -189,7 +193,7 @@ def details_of(record: Record) -> str:
 
 
 def _episode(record: Record) -> list[str]:
-    """Turns, tool calls and faulty answers of an episode, where counted."""
+    """Turns, tool calls and faulty answers of an episode, if they were counted."""
     counts = record.get("counts")
     if not isinstance(counts, dict):
         return []
@@ -204,7 +208,7 @@ def _episode(record: Record) -> list[str]:
 
 
 def _errors(counts: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
-    """(name, count) of what went wrong in calls or answers."""
+    """(name, count) of errors in calls or answers."""
     known = [(str(name), number(value)) for name, value in counts.items() if str(name).startswith(prefix)]
     skipped = ("tool/calls", "tool/errors")
     return [(n.removeprefix(prefix).replace("_", " "), value) for n, value in known if value and n not in skipped]
@@ -215,25 +219,25 @@ def _counted(count: float, thing: str) -> str:
 
 
 def _environment(record: Record) -> str:
-    """Who replies: tools if any were called, else the environment; `context` where only the tokens are known."""
+    """Who replies: tools if any were called, else the environment; `context` if only the tokens are known."""
     counts = record.get("counts")
     called = isinstance(counts, dict) and number(counts.get("tool/calls"))
     return "tools" if called else "environment" if _described(record) else "context"
 
 
 def brief(value: Any) -> str:
-    """A number in three digits, a dash where there is none."""
+    """A number with three digits; a dash if it is missing."""
     known = number(value)
     return "–" if known is None else f"{known:.3g}"
 
 
 def as_list(value: Any) -> list[Any]:
-    """A list, or an empty one for anything else."""
+    """The value if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
 def readable(token: str, completion_text: str) -> str:
-    """Byte-level and SentencePiece marks as the space or line end they stand for, unless the text itself has them."""
+    """Replace byte-level and SentencePiece marks by spaces and line ends, unless the text itself contains them."""
     for mark, meaning in (("Ġ", " "), ("Ċ", "\n"), ("▁", " ")):
         if mark in token and mark not in completion_text:
             token = token.replace(mark, meaning)
@@ -241,7 +245,7 @@ def readable(token: str, completion_text: str) -> str:
 
 
 def read_step(run: Path, step: int | None = None) -> tuple[int, list[Record]]:
-    """(step, its records) of `step`, or of the last step that has rollouts, however large the file is."""
+    """(step, its records) of `step`, or of the last step with rollouts; only that part of the file is parsed."""
     path = run / rundir.ROLLOUTS
     if not run.is_dir():
         raise KeelError(f"no run directory at {run}; a run is a folder such as runs/default")
@@ -269,7 +273,7 @@ def choose(
     order: str | None = None,
     limit: int | None = None,
 ) -> list[Record]:
-    """The records of a problem or group; `order` best or worst sorts them by reward, else they stay as written."""
+    """The records of a problem or group; `order` best or worst sorts them by reward, default: as recorded."""
     chosen = list(records)
     if problem is not None:
         keys = list(dict.fromkeys(str(record.get("problem")) for record in records))

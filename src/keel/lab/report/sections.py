@@ -26,12 +26,12 @@ from keel.lab.report.verdict import (
 )
 
 EVENTS_SHOWN = 300
-# Parts of the kinds of events that are coloured as a warning.
+# Events whose kind contains one of these are coloured as warnings.
 ALARMING = ("abort", "guard", "rollback", "stop", "over-budget", "dropped", "nan", "error", "damaged", "lost")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Cells are HTML already; the head is text. It scrolls sideways on its own where the screen is narrow."""
+    """A table of HTML cells under a head of text. It scrolls sideways on a narrow screen."""
     if not rows:
         return ""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
@@ -42,7 +42,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
 
 
 def findings(run: RunRecord) -> str:
-    """What the run's findings.json holds."""
+    """The findings in the run's findings.json."""
     return finding_articles(run.findings or ())
 
 
@@ -105,7 +105,7 @@ def comparison(runs: Sequence[RunRecord]) -> str:
 
 
 def pills(words: Iterable[Sentence], between: str = " ") -> str:
-    """Words in the colours of their tones."""
+    """Labels in the colours of their tones."""
     return between.join(f"<span class='pill {tone}'>{escape(word)}</span>" for tone, word in words)
 
 
@@ -129,7 +129,7 @@ def differences(runs: Sequence[RunRecord]) -> str:
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Record:
-    """Dotted names, as overrides are written."""
+    """A configuration by dotted names, as in overrides."""
     flat: Record = {}
     for name, value in mapping.items():
         if isinstance(value, Mapping) and value:
@@ -158,7 +158,7 @@ def retention_table(run: RunRecord) -> str:
 
 
 def task_figures(run: RunRecord) -> str:
-    """What tasks themselves measure at an evaluation, such as the parts of a reward or tool calls."""
+    """The tasks' additional metrics at an evaluation, such as the parts of a reward or tool calls."""
     rows = []
     for (split, task), lines in run.evaluated.items():
         first, last = (_extra(line) for line in (lines[0], lines[-1]))
@@ -177,7 +177,7 @@ def _extra(line: Record) -> Record:
 
 
 def timeline(run: RunRecord) -> str:
-    """What happened, in order: step, time since the start, kind, and the rest of the record."""
+    """The events in order: step, time since the start, kind, and the other fields."""
     if not run.events:
         return "<p class='muted'>No events were recorded.</p>"
     shown, left_out = list(run.events), 0
@@ -231,7 +231,7 @@ def since(moment: float | None, start: float | None) -> str:
 
 
 def configuration(run: RunRecord) -> str:
-    """The resolved configuration as it was written."""
+    """The text of the run's config.yaml."""
     if run.config_text is None:
         return "<p class='muted'>config.yaml does not exist.</p>"
     return f"<pre class='config'>{escape(run.config_text)}</pre>"

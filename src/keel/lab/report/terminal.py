@@ -17,8 +17,8 @@ from rich.text import Text
 from keel.doctor.runs import Record, number
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
+    RecordedTurn,
     Token,
-    Turn,
     colour_scale,
     cut_note,
     details_of,
@@ -34,9 +34,9 @@ from keel.lab.report.rollouts import (
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and their background
 _CONTEXT = Style(dim=True, italic=True)
 _MOST_MOVED = 5
-_MIN_SHARE = 0.05  # of the full colour: below it a token has none, so that the text stays as the terminal has it
-_REPLY_LINES = 12  # of a reply that are shown unless all is
-# Control characters but tabs and line ends, marks that reverse the direction of text, halves of characters.
+_MIN_SHARE = 0.05  # share of the full colour below which a token keeps the terminal's colour
+_REPLY_LINES = 12  # lines of a reply that are shown without --full
+# Control characters except tabs and line ends, marks that reverse the direction of text, lone surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -45,8 +45,8 @@ def show_rollouts(
 ) -> None:
     """Print completions under their prompts; `recorded` is how many this step has.
 
-    The middle of long episodes and the ends of long replies are left out unless `full`. Characters that a terminal
-    would obey are printed as their escapes.
+    The middle of long episodes and the ends of long replies are left out unless `full`. Control characters are
+    printed as escapes.
     """
     records = [_printable(record) for record in records]
     kl_max = colour_scale(records)
@@ -127,11 +127,11 @@ def _completion(record: Record, kl_max: float, full: bool) -> Table:
     return table
 
 
-def _add_turn(table: Table, turn: Turn, kl_max: float, full: bool) -> None:
+def _add_turn(table: Table, turn: RecordedTurn, kl_max: float, full: bool) -> None:
     text = Text()
     for token in turn.tokens:
         text.append(_shown(token), _style(token, kl_max))
-    if not turn.sampled:  # line ends around a message are the template's
+    if not turn.sampled:  # line ends around a message belong to the template
         text = text[len(text.plain) - len(text.plain.lstrip("\n")) :]
         text.rstrip()
         lines = text.split()
@@ -145,7 +145,7 @@ def _add_turn(table: Table, turn: Turn, kl_max: float, full: bool) -> None:
 
 
 def _figures(record: Record) -> Text:
-    """Reward and its parts, advantage in the colour of its sign, why it stopped, the log-ratio."""
+    """Reward and its parts, advantage in the colour of its sign, stop reason, log-ratio."""
     text = Text()
     for position, fact in enumerate(facts(record)):
         text.append(" · " if position else "", "dim")
@@ -168,12 +168,12 @@ def _style(token: Token, kl_max: float) -> Style:
 
 
 def _shown(token: Token) -> str:
-    """A token's text; line ends are marked, so that a coloured one can be seen."""
+    """A token's text, with marks at line ends, so that their colour is visible."""
     return token.text.replace("\n", "↵\n") if token.sampled else token.text
 
 
 def _colour(kl: float, kl_max: float) -> str:
-    """Orange above 0, blue below, stronger with size up to `kl_max`."""
-    strength = min(1.0, abs(kl) / kl_max) ** 0.7  # so that small moves can still be seen
+    """Orange above 0, blue below, with a strength that grows up to `kl_max`."""
+    strength = min(1.0, abs(kl) / kl_max) ** 0.7  # so that small values are visible
     full = _ABOVE if kl > 0 else _BELOW
     return "#" + "".join(f"{round(g + strength * (f - g)):02x}" for g, f in zip(_GROUND, full, strict=True))

@@ -21,7 +21,7 @@ from keel.lab.report.rollouts import brief
 
 Sentence = tuple[str, str]  # tone (good, warn, bad or plain), text
 STATE_TONES = {"completed": "good", "stopped": "warn", "aborted": "bad", "running": "plain", "interrupted": "warn"}
-SEVERITY_TONES = {"error": "bad", "warning": "warn"}  # those of notes are plain
+SEVERITY_TONES = {"error": "bad", "warning": "warn"}  # notes are plain
 
 
 def accuracy(run: RunRecord) -> Accuracy | None:
@@ -40,7 +40,7 @@ def accuracy(run: RunRecord) -> Accuracy | None:
 
 
 def retention(run: RunRecord) -> list[Accuracy]:
-    """Accuracy on every other skill; intervals from eval.jsonl, which the summary does not carry."""
+    """Accuracy on every other skill; intervals come from eval.jsonl, since the summary does not have them."""
     measured = accuracies(run.evaluations, retention=True)
     stated = (run.summary or {}).get("retention")
     if not isinstance(stated, Mapping) or not stated:
@@ -70,7 +70,7 @@ def kl_figures(run: RunRecord) -> dict[str, tuple[float, float | None]]:
 
 
 def per_token_kl(figures: Mapping[str, tuple[float, float | None]]) -> tuple[str, float, float | None] | None:
-    """The best available estimate with its name: exact if measured, because a few tokens may dominate k3's mean."""
+    """The best available estimate with its name: exact if measured, since a few tokens may dominate the mean of k3."""
     return next(((kind, *figures[kind]) for kind in ("exact", "k3", "k1", "k2") if kind in figures), None)
 
 
@@ -186,7 +186,7 @@ def _retention_sentence(run: RunRecord) -> Sentence:
 
 
 def _finding_sentences(run: RunRecord) -> list[Sentence]:
-    """The worst finding with its evidence, then how many there are of each severity."""
+    """The worst finding with its evidence, then the number of findings of each severity."""
     worst = worst_finding(run.findings)
     if worst is None:
         return [_count_sentence(run)]

@@ -38,7 +38,7 @@ class StudyRun:
 
 
 @dataclass(frozen=True)
-class RunOutcome:
+class JobOutcome:
     """How a run ended (done, stopped by a guard, or failed) and the reason."""
 
     state: str
@@ -104,7 +104,7 @@ def _record(study: Study, study_digest: str, threads: int) -> dict[str, Any]:
 
 
 def _difference(stored: dict[str, Any], study: Study) -> str:
-    """The first difference: seeds, points or configuration."""
+    """The first difference between two definitions: seeds, points or configuration."""
     current = _record(study, "", 0)
     if stored.get("seeds") != current["seeds"]:
         return f"its seeds are {', '.join(map(str, stored.get('seeds', [])))}"
@@ -127,7 +127,7 @@ def jobs(path: Path, study: Study) -> list[StudyRun]:
     return planned
 
 
-def finished_outcome(job: StudyRun) -> RunOutcome | None:
+def finished_outcome(job: StudyRun) -> JobOutcome | None:
     """The outcome of a finished run, or None if it must be run, resumed or retried."""
     written = read_outcome(job.folder)
     if written is None or written.state not in (DONE, STOPPED):
@@ -139,12 +139,12 @@ def finished_outcome(job: StudyRun) -> RunOutcome | None:
     return written if same else None
 
 
-def read_outcome(folder: Path) -> RunOutcome | None:
+def read_outcome(folder: Path) -> JobOutcome | None:
     """The outcome that a run has written, if any."""
     written = read_json(folder / OUTCOME)
-    return RunOutcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
+    return JobOutcome(**written) if isinstance(written, dict) and set(written) == {"state", "reason"} else None
 
 
-def write_outcome(folder: Path, outcome: RunOutcome) -> None:
-    """Written last, after everything that a finished run leaves."""
+def write_outcome(folder: Path, outcome: JobOutcome) -> None:
+    """Write the outcome, after all other files of a finished run."""
     write_atomic(folder / OUTCOME, encode(asdict(outcome), indent=2) + "\n")

@@ -57,7 +57,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Measure:
+class Measurements:
     """Measurements after a run: drift with `prompts` × `samples` per task, held-out text, a band around a target KL."""
 
     prompts: int = 32
@@ -78,7 +78,7 @@ class Study:
     seeds: tuple[int, ...]
     baseline: str
     metric: str = "accuracy_after"
-    measure: Measure = field(default_factory=Measure)
+    measure: Measurements = field(default_factory=Measurements)
 
 
 def read_study(
@@ -92,8 +92,8 @@ def read_study(
 ) -> Study:
     """The study of a study file, or of a configuration with `--grid`; the command line overrides the file.
 
-    A study file is a mapping with `config` (a path beside it, a name that comes with Keel, or a mapping), and `set`,
-    `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as docs/studies.md has them.
+    A study file is a mapping with `config` (a path relative to it, the name of a shipped configuration, or a mapping),
+    and `set`, `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as in docs/studies.md.
     """
     name, data, folder = _read_source(source)
     for key in data:
@@ -152,12 +152,12 @@ def _read_source(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[s
 
 
 def is_study(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a study rather than a configuration, which has no such sections."""
+    """Whether a mapping is a study and not a configuration, by its sections."""
     return any(key in data for key in ("grid", "points", "config"))
 
 
 def find_study(path: Path) -> Path:
-    """The path itself, or the study or configuration of that name that comes with Keel."""
+    """The path itself, or the shipped study or configuration of that name."""
     resolved = text.find(path.expanduser())
     if resolved.exists() or path.suffix or len(path.parts) != 1:
         return resolved
@@ -198,14 +198,14 @@ def _axis(name: str, values: Any) -> Axis:
 
 
 def _label(name: str, value: Any) -> str:
-    """`beta=0.01`; the options of a mapping by their own names."""
+    """The label of a value: `beta=0.01`, or all options of a mapping."""
     if isinstance(value, Mapping):
         return ",".join(f"{key}={text.dump(masked(inner, key))}" for key, inner in flatten_options("", value))
     return f"{name.rpartition('.')[2]}={text.dump(masked(value, name))}"
 
 
 def native(name: str) -> str:
-    """An option's own name, where another trainer's or a shorter one was given."""
+    """Keel's name of an option that may be given by another trainer's or a short name."""
     alias = peers.find(peers.normal(name), is_option)
     return name if alias is None or not alias.target or is_option(name) else alias.target
 
@@ -219,7 +219,7 @@ def _overlap(first: str, second: str) -> bool:
 
 
 def _option_names(overrides: Sequence[str]) -> list[str]:
-    """The options that overrides set, those inside a section one by one."""
+    """The options that overrides set; a section is split into its options."""
     names: list[str] = []
     for item in overrides:
         name, _, value = item.partition("=")
@@ -230,7 +230,7 @@ def _option_names(overrides: Sequence[str]) -> list[str]:
 
 
 def _check_axes(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
-    """No option may be set twice: by two axes, or for all points and then by every value of an axis."""
+    """Refuse an option that is set twice: by two axes, or by an axis and for all points."""
     for name in fixed:
         if name in _SET_BY_STUDY and name != "run.seed":
             raise KeelError(f"{name} cannot be set in a study: {_SET_BY_STUDY[name]}")
@@ -276,7 +276,7 @@ def _point(config: Config, label: str, settings: Mapping[str, Any], axes: Sequen
     for axis in axes:
         matching = [value for value in axis.values if value.settings.items() <= settings.items()]
         setting = settings.get(axis.name, {})
-        closest = max(matching, key=lambda value: len(value.settings), default=None)  # {k1, reward} is not {k1} alone
+        closest = max(matching, key=lambda value: len(value.settings), default=None)  # {k1, reward} differs from {k1}
         axis_label = "" if closest is None else closest.label
         values[axis.name] = axis_label if isinstance(setting, Mapping) else text.dump(masked(setting, axis.name))
     return Point(label, dict(settings), values, checked)
@@ -338,12 +338,12 @@ def _one_of(kind: str, name: Any, known: Sequence[str]) -> str:
     return str(name)
 
 
-def _measure(data: Mapping[str, Any]) -> Measure:
+def _measure(data: Mapping[str, Any]) -> Measurements:
     drift, target, text_flag = _mapping(data, "drift"), _mapping(data, "target"), data.get("text", False)
     for section, known in ((drift, ("prompts", "samples")), (target, ("kl", "unit"))):
         for name in section:
             _one_of("key", name, known)
-    counts = {name: drift.get(name, getattr(Measure, name)) for name in ("prompts", "samples")}
+    counts = {name: drift.get(name, getattr(Measurements, name)) for name in ("prompts", "samples")}
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise KeelError(f"drift.{name} of a study is {count!r}: give a whole number, at least 1")
@@ -353,7 +353,7 @@ def _measure(data: Mapping[str, Any]) -> Measure:
     if not isinstance(text_flag, bool):
         raise KeelError(f"text of a study is {text_flag!r}: give true or false")
     unit = _one_of("unit", target.get("unit", "per_token"), ("per_token", "per_sequence"))
-    return Measure(**counts, text=text_flag, target=kl, target_unit=unit)
+    return Measurements(**counts, text=text_flag, target=kl, target_unit=unit)
 
 
 def check_parts(config: Config) -> None:
@@ -366,13 +366,13 @@ _built: set[str] = set()
 
 
 def _check_tasks(key: str, config: Config) -> None:
-    """Once for all points whose tasks are the same."""
-    from keel.run.build import build_named_task
+    """Check each distinct task of the points once."""
+    from keel.run.tasks import build_named_task
 
     if key not in _built:
         for _, spec in task_specs(config):
             try:
                 build_named_task(spec, config)
-            except (TypeError, ValueError) as error:  # a value that the task has not looked at before it used it
+            except (TypeError, ValueError) as error:  # a value that the task uses without checking it
                 raise KeelError(f"the task {spec.name} cannot be built from its parameters: {error}") from None
         _built.add(key)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from keel.lab.compare import Direction, Side, load_pair, measure_drift, resolve
-from keel.lab.studies.grid import Measure
-from keel.run.build import drop_long_prompts
+from keel.lab.studies.grid import Measurements
 from keel.run.evaluate import configured_tasks
+from keel.run.tasks import drop_long_prompts
 from keel.trainer.checkpoint import no_progress_bars
 
 ESTIMATORS = ("exact", "k1", "k2", "k3")
@@ -60,7 +60,7 @@ SENTENCES = (
 )
 
 
-def measure_run(folder: Path, options: Measure) -> dict[str, Any]:
+def measure_run(folder: Path, options: Measurements) -> dict[str, Any]:
     """KL between a run's last checkpoint and its start on held-out prompts of every task, and its text likelihood.
 
     `policy_ref` is KL(policy‖start) on the policy's samples, `ref_policy` KL(start‖policy) on the start's samples.
@@ -100,7 +100,7 @@ def _figures(direction: Direction) -> dict[str, Any]:
 
 
 def text_logprob(side: Side, lines: Sequence[str] = SENTENCES) -> float:
-    """Mean log-probability per token of plain text, in nats; each line by itself, its first token given."""
+    """Mean log-probability per token of plain text, in nats; each line separately, without its first token."""
     tokenizer, total, count = side.loaded.tokenizer, 0.0, 0
     with side.model() as model, torch.no_grad():
         for line in lines:

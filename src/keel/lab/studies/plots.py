@@ -1,10 +1,10 @@
-"""The plots of a study: figures against the axis, the frontier, the curves, forgetting against KL."""
+"""The plots of a study, with their colours and axis limits: figures by point, frontier, curves, forgetting."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 from keel.eval.statistics import Estimate, pareto_frontier
 from keel.lab.plots.charts import COLOURS, GREY, Curve, Panel, Point
 from keel.lab.plots.picture import LegendEntry, write_panels
-from keel.lab.studies.layout import bounds, colouring, facets, limits
 from keel.lab.studies.results import REWARD_CURVE, kl_curve
-from keel.lab.studies.table import PointSummary, forgetting_pairs, frontier_points
+from keel.lab.studies.table import PERCENT, PointSummary, forgetting_pairs, frontier_points
 
-MAX_NAME_CHARACTERS = 44  # under a chart, of all names together
-MAX_NUMBERS = 23  # of points, under a chart
+UNSET = "other"
+MAX_NAME_CHARACTERS = 44  # characters of all names under a chart
+MAX_NUMBERS = 23  # characters of a point's name under a chart
 AXIS_CHARTS: tuple[tuple[Any, ...], ...] = (
     ("Accuracy", "share right", ("accuracy_after", "after", 0), ("accuracy_before", "before", GREY)),
     ("Exact KL", "nats per token", ("kl_policy_ref", "KL(policy‖start)", 2), ("kl_ref_policy", "KL(start‖policy)", 3)),
@@ -40,6 +40,89 @@ AXIS_CHARTS: tuple[tuple[Any, ...], ...] = (
 KL_DIRECTIONS: Mapping[str, str] = {"kl_policy_ref": "KL(policy‖start)", "kl_ref_policy": "KL(start‖policy)"}
 
 
+@dataclass(frozen=True)
+class Colouring:
+    """The colour (from 0) of every point by label, and the name of each colour in the legend."""
+
+    by_label: Mapping[str, int]
+    names: Sequence[str]
+
+
+def colouring(summaries: Sequence[PointSummary]) -> Colouring:
+    """One colour per point if there are few points; otherwise one per value of `colour_axis`, or a single colour."""
+    labels = [point.label for point in summaries]
+    if len(labels) <= COLOURS:
+        return Colouring({label: index for index, label in enumerate(labels)}, labels)
+    axis = colour_axis(summaries)
+    if axis is None:
+        return Colouring(dict.fromkeys(labels, 0), ["a point"])
+    values = [point.options.get(axis, "") for point in summaries]
+    distinct = list(dict.fromkeys(values))
+    names = [f"{axis.rpartition('.')[2]}={value}" if value else UNSET for value in distinct]
+    return Colouring({label: distinct.index(value) for label, value in zip(labels, values, strict=True)}, names)
+
+
+def colour_axis(summaries: Sequence[PointSummary]) -> str | None:
+    """The axis with the most values among those with 2 to 8."""
+    counts = {name: len({point.options.get(name, "") for point in summaries}) for name in summaries[0].options}
+    fitting = {name: count for name, count in counts.items() if 2 <= count <= COLOURS}
+    return max(fitting, key=lambda name: fitting[name]) if fitting else None
+
+
+def facets(summaries: Sequence[PointSummary]) -> list[tuple[str, list[PointSummary]]]:
+    """The points of each chart, at most one per colour: they differ only in the colour's axis."""
+    if len(summaries) <= COLOURS:
+        return [("", list(summaries))]
+    axis = colour_axis(summaries)
+    groups: dict[str, list[PointSummary]] = {}
+    for index, point in enumerate(summaries):
+        others = [value for name, value in point.options.items() if name != axis and value]
+        heading = " ".join(others) or point.label
+        if axis is None:
+            heading = f"points from {index // COLOURS * COLOURS + 1}"
+        groups.setdefault(heading, []).append(point)
+    return list(groups.items())
+
+
+def value_range(figure: str) -> tuple[float, float]:
+    """The lowest and highest value that a figure can have."""
+    if figure == "forgetting":
+        return -1.0, 1.0
+    if figure in PERCENT or figure.endswith((":before", ":after")):
+        return 0.0, 1.0
+    exact = figure in ("kl_policy_ref", "kl_ref_policy", "kl_old_policy_ref", "kl_old_ref_policy")
+    return (0.0 if exact else -math.inf), math.inf
+
+
+def bounds(figure: str, estimate: Estimate | None) -> tuple[float, float] | None:
+    """The interval clipped to possible values: a t-interval of fractions over two seeds may go from −5 to 6."""
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None
+    low, high = value_range(figure)
+    return max(low, estimate.low), min(high, estimate.high)
+
+
+def limits(figures: Mapping[str, Sequence[Estimate]]) -> tuple[float, float] | None:
+    """Axis limits that contain the means, and intervals up to the range of the means.
+
+    Wider intervals are clipped, so that one imprecise point does not flatten all others.
+    """
+    ranges = [
+        (estimate.mean, edge, *value_range(name))
+        for name, estimates in figures.items()
+        for estimate in estimates
+        for edge in bounds(name, estimate) or (estimate.mean, estimate.mean)
+    ]
+    if not ranges:
+        return None
+    means, edges = [mean for mean, *_ in ranges], [edge for _, edge, *_ in ranges]
+    extent = max(means) - min(means) or 0.5 * max(map(abs, means)) or 0.5
+    low, high = max(min(edges), min(means) - extent), min(max(edges), max(means) + extent)
+    room = 0.06 * (high - low) or 0.1 * extent
+    least, most = min(r[2] for r in ranges), max(r[3] for r in ranges)
+    return max(least - room / 2, low - room), min(most + room / 2, high + room)
+
+
 def study_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
     """All charts of a study's page."""
     names = short_names(summaries)
@@ -52,7 +135,7 @@ def study_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
 
 
 def write_pictures(summaries: Sequence[PointSummary], folder: Path, title: str) -> list[str]:
-    """axis.png, frontier.png, curves.png and forgetting.png: the charts of the page in files, and their names."""
+    """Write the page's charts to axis.png, frontier.png, curves.png and forgetting.png; returns their names."""
     many, names, colours = len(summaries) > COLOURS, numbered(summaries), colouring(summaries)
     entries = [LegendEntry(name, index) for index, name in enumerate(colours.names if many else names)]
     write_panels(folder / "axis.png", axis_panels(summaries, names), title)
@@ -65,7 +148,7 @@ def write_pictures(summaries: Sequence[PointSummary], folder: Path, title: str) 
 
 
 def numbered(summaries: Sequence[PointSummary]) -> list[str]:
-    """The points as the table numbers them."""
+    """The points with their numbers in the table."""
     return [f"{number}  {point.label}" for number, point in enumerate(summaries, start=1)]
 
 
@@ -73,7 +156,7 @@ def numbered(summaries: Sequence[PointSummary]) -> list[str]:
 
 
 def short_names(summaries: Sequence[PointSummary]) -> list[str]:
-    """Labels where they fit under a chart, otherwise the points' numbers."""
+    """The points' labels if they fit under a chart, otherwise their numbers."""
     labels = [point.label for point in summaries]
     values = [label.rpartition("=")[2] for label in labels]
     for names in (labels, values if len(set(values)) == len(values) else labels):
@@ -83,7 +166,7 @@ def short_names(summaries: Sequence[PointSummary]) -> list[str]:
 
 
 def axis_panels(summaries: Sequence[PointSummary], names: Sequence[str]) -> list[Panel]:
-    """Accuracy, KL, old skills and reward, point by point, with intervals."""
+    """Accuracy, KL, old skills and reward by point, with intervals."""
     panels = []
     for title, unit, *figures in AXIS_CHARTS:
         known = {name: [e for point in summaries if (e := point.means.get(name)) is not None] for name, *_ in figures}
@@ -100,7 +183,7 @@ def _figure(summaries: Sequence[PointSummary], name: str, label: str, colour: in
 
 
 def split_names(panels: Sequence[Panel]) -> list[Panel]:
-    """The same panels, each in several where names would overlap."""
+    """The same panels, each split into several if names would overlap."""
     split = []
     for panel in panels:
         fits = sum(map(len, panel.names)) <= MAX_NAME_CHARACTERS
@@ -120,7 +203,7 @@ def split_names(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def frontier_line(known: Mapping[str, tuple[Estimate, Estimate]]) -> list[tuple[float, float]]:
-    """(√KL, reward) of the points that no other beats in both, by rising KL."""
+    """(√KL, reward) of the Pareto-optimal points, by rising KL."""
     best = pareto_frontier({label: (kl.mean, reward.mean) for label, (kl, reward) in known.items()})
     return [(root(known[label][0].mean), known[label][1].mean) for label in best]
 
@@ -130,7 +213,7 @@ def root(value: float) -> float:
 
 
 def frontier_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
-    """Reward against √KL; of many points only those on the frontier have intervals, the charts by point have all."""
+    """Reward against √KL; with many points, only those on the frontier have intervals."""
     known, colours = frontier_points(summaries), colouring(summaries)
     if not known:
         return []
@@ -159,7 +242,7 @@ def frontier_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
 
 
 def curve_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
-    """Reward, KL and β while training: one panel per facet for each."""
+    """Reward, KL and β during training: one panel each per facet."""
     kl, colours = kl_curve([row for point in summaries for row in point.rows]), colouring(summaries)
     panels = []
     for title, unit, name in (
@@ -190,7 +273,7 @@ def _mean_curve(point: PointSummary, name: str, colour: int) -> Curve:
 
 
 def forgetting_panels(summaries: Sequence[PointSummary]) -> list[Panel]:
-    """What old skills lost against the KL of either direction, one dot per run."""
+    """The loss on old skills against the KL in either direction, one dot per run."""
     colours, panels = colouring(summaries), []
     for figure, name in KL_DIRECTIONS.items():
         series = [

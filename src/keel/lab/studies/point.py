@@ -17,8 +17,8 @@ from keel.config import Config, load_config
 from keel.doctor.judge import guard_stop
 from keel.doctor.runs import read_run
 from keel.lab.hooks import AT_END
-from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, RunOutcome, write_outcome
-from keel.lab.studies.grid import Measure
+from keel.lab.studies.folder import DONE, DRIFT, FAILED, INTERRUPTED, STOPPED, JobOutcome, write_outcome
+from keel.lab.studies.grid import Measurements
 from keel.lab.studies.process import CONFIG
 from keel.lab.studies.progress import supervised_lines
 from keel.run.build import build_policy, build_warmstart
@@ -29,12 +29,12 @@ from keel.trainer.integrity import find_damage
 
 
 def shared_warmstart(shared: Path, config: Config) -> Path:
-    """The folder of the warm start that this run shares with others; microbatches change its last digits."""
+    """The folder of the warm start that this run shares; it depends on microbatches, which change the last digits."""
     return warmstart_folder(shared / f"{config.optim.microbatch_tokens}-{config.optim.precision}", config)
 
 
 def make_warmstart(config: Config, folder: Path) -> None:
-    """Make the warm start as a run itself would, unless it is there and undamaged; it writes a line a step."""
+    """Train the warm start as a run does, unless an undamaged one exists; writes one line per step."""
     if is_complete(folder) and not find_damage(folder):
         return
     path = supervised_lines(folder)
@@ -48,7 +48,7 @@ def make_warmstart(config: Config, folder: Path) -> None:
 
 
 def link_warmstart(config: Config, source: Path, run: Path) -> None:
-    """Put the shared warm start into a run's folder, by hard links where the disk allows them."""
+    """Put the shared warm start into a run's folder, by hard links if the file system has them."""
     target = warmstart_folder(run, config)
     if is_complete(target):
         return
@@ -60,7 +60,7 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
                 shutil.copy2(file, temporary / file.name)
 
 
-def run_point(config: Config, measure: Measure, shared: Path) -> RunOutcome:
+def run_point(config: Config, measure: Measurements, shared: Path) -> JobOutcome:
     """Train, resume, or measure a killed run; the outcome is written unless interrupted."""
     folder = Path(config.run.dir) / config.run.name
     try:
@@ -70,13 +70,13 @@ def run_point(config: Config, measure: Measure, shared: Path) -> RunOutcome:
 
             write_atomic(folder / DRIFT, encode(measure_run(folder, measure), indent=2) + "\n")
     except KeelError as error:
-        outcome = RunOutcome(FAILED, str(error))
+        outcome = JobOutcome(FAILED, str(error))
     if outcome.state != INTERRUPTED and folder.is_dir():
         write_outcome(folder, outcome)
     return outcome
 
 
-def _train(config: Config, folder: Path, shared: Path) -> RunOutcome:
+def _train(config: Config, folder: Path, shared: Path) -> JobOutcome:
     if not (folder / "summary.json").is_file():
         if config.warmstart is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,15 +88,15 @@ def _train(config: Config, folder: Path, shared: Path) -> RunOutcome:
             if stop is None:
                 raise
             print(f"keel: {error}", file=sys.stderr)
-            return RunOutcome(STOPPED, stop)
+            return JobOutcome(STOPPED, stop)
         if result.exit_status >= 128:
-            return RunOutcome(INTERRUPTED)
+            return JobOutcome(INTERRUPTED)
     stop = guard_stop(read_run(folder))
-    return RunOutcome(DONE) if stop is None else RunOutcome(STOPPED, stop)
+    return JobOutcome(DONE) if stop is None else JobOutcome(STOPPED, stop)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`python -m keel.lab.studies.child --shared FOLDER [--measure JSON]`: without a measure the warm start only.
+    """`python -m keel.lab.studies.child --shared FOLDER [--measure JSON]`; without `--measure` only the warm start.
 
     The configuration is in the environment, as JSON.
     """
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.measure is None:
             make_warmstart(config, shared_warmstart(args.shared, config))
             return 0
-        outcome = run_point(config, Measure(**json.loads(args.measure)), args.shared)
+        outcome = run_point(config, Measurements(**json.loads(args.measure)), args.shared)
     except KeelError as error:
         sys.stderr.write(f"keel: error: {' '.join(str(error).split())}\n")
         return 2

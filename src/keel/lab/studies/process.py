@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from keel.lab.studies.folder import OUTCOME
-from keel.run.cluster.connect import check_backend, connected
+from keel.run.cluster.placement import check_backend, connected
 
 CONFIG = "KEEL_STUDY_CONFIG"  # the variable that holds a run's configuration
-GRACE_S = 30.0  # for a run to finish its step and save
+GRACE_S = 30.0  # seconds for a run to finish its step and save
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Process:
 
     @property
     def started(self) -> Path:
-        """The file that is there once the process runs: a cluster starts it some time after it was submitted."""
+        """A file that exists once the process runs; a cluster starts it some time after its submission."""
         return self.log.with_suffix(".started")
 
 
@@ -57,12 +57,12 @@ def run_process(process: Process, started: Callable[[subprocess.Popen[bytes]], N
 
 
 class Pool(Protocol):
-    """Where processes run: `submit` starts one as soon as there is room; the future is its exit status."""
+    """The interface of pools: `submit` starts a process when there is room; the future is its exit status."""
 
     def submit(self, process: Process) -> Future[int]: ...
 
     def interrupt(self) -> None:
-        """Ask all that run to save and end."""
+        """Tell all running processes to save and end."""
         ...
 
 
@@ -73,7 +73,7 @@ class LocalPool:
         self._threads = ThreadPoolExecutor(parallel)
         self._running: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self._signal: signal.Signals | None = None  # the last signal that was sent to all
+        self._signal: signal.Signals | None = None  # the last signal sent to all
 
     def submit(self, process: Process) -> Future[int]:
         return self._threads.submit(self._run, process)
@@ -88,7 +88,7 @@ class LocalPool:
                 running.send_signal(self._signal)
 
     def interrupt(self) -> None:
-        """Ask, ask again (training then ends at once), kill: no run outlives its study."""
+        """Send SIGTERM, a second one (training then ends at once), then SIGKILL: no run outlives its study."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         try:
             for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
@@ -96,12 +96,12 @@ class LocalPool:
                 deadline = time.monotonic() + GRACE_S
                 while self._alive() and time.monotonic() < deadline:
                     time.sleep(0.05)
-        finally:  # a second Ctrl-C waits no longer
+        finally:  # a second Ctrl-C kills at once
             self._signal_all(signal.SIGKILL)
             self._threads.shutdown(wait=True)
 
     def _signal_all(self, signum: signal.Signals) -> None:
-        """Send a signal to all that run, and to those that are just being started as soon as they are known."""
+        """Send a signal to all running processes, and to those that are being started."""
         with self._lock:
             self._signal = signum
             for process in self._alive():
@@ -138,7 +138,7 @@ class RayPool:
     def _fetch(self, ref: Any, future: Future[int]) -> None:
         try:
             future.set_result(int(self._ray.get(ref)))
-        except Exception as error:  # a task that was cancelled, or a node that was lost
+        except Exception as error:  # a cancelled task, or a lost node
             future.set_result(130 if "Cancel" in type(error).__name__ else 1)
 
     def interrupt(self) -> None:

@@ -1,4 +1,4 @@
-"""Progress of a study, from the files of its runs: bars on a terminal, else lines, with the remaining time."""
+"""Progress of a study with the remaining time, from the files of its runs: bars on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.lab.studies.folder import RunOutcome, StudyRun
+from keel.lab.studies.folder import JobOutcome, StudyRun
 from keel.loggers.rundir import METRICS, SUMMARY
 
 Say = Callable[[str], None]
-POLL_S = 1.0  # interval between reads of the files
-LINE_S = 60.0  # interval between lines without a terminal
-TAIL_BYTES = 1 << 17  # more than any line of metrics
+POLL_S = 1.0  # seconds between reads of the files
+LINE_S = 60.0  # seconds between lines without a terminal
+TAIL_BYTES = 1 << 17  # bytes, more than any line of metrics
 
 
 @dataclass
 class Watched:
-    """A watched process: its name, the file that is there once it runs, its steps, and whether it is a warm start.
+    """A watched process: its name, a file that exists once it runs, its steps, and whether it is a warm start.
 
     `done` is the number of finished steps, None until it has started; `before` that of a resumed run.
     """
@@ -37,7 +37,7 @@ class Watched:
     before: int = 0
 
     def look(self) -> None:
-        """Read how far it is."""
+        """Read the number of finished steps."""
         if self.started.exists():
             step = min(last_step(self.lines) or 0, self.steps)
             self.before = step if self.done is None else min(self.before, step)
@@ -53,21 +53,21 @@ class Watched:
 
 
 class Progress:
-    """Reads the files of all running processes."""
+    """Progress from the files of all running processes."""
 
     def __init__(
         self,
         jobs: Sequence[StudyRun],
-        outcomes: Mapping[str, RunOutcome],
+        outcomes: Mapping[str, JobOutcome],
         say: Say | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._count, self._finished, self._finished_before = len(jobs), set(outcomes), len(outcomes)
         self._say, self._clock = say, clock
         self._watched: dict[str, Watched] = {}
-        self._done_steps = 0  # of ended runs, without those of a resumed run's past
+        self._done_steps = 0  # steps of ended runs in this study, without steps before a resume
         self._total_steps = sum(job.config.run.max_steps for job in jobs if job.label not in outcomes)
-        self._looked_at = self._line_at = clock()
+        self._polled_at = self._line_at = clock()
         self._training_since: float | None = None
         self._bar: Any = None
         self._rows: dict[str, Any] = {}
@@ -100,14 +100,14 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def watch_job(self, job: StudyRun, started: Path) -> None:
-        """Look at a run from now on; call it before the process is submitted."""
+        """Start watching a run; call it before the process is submitted."""
         if self._training_since is None:
             self._training_since = self._clock()
         steps, summary = job.config.run.max_steps, job.folder / SUMMARY
         self._watch(job.label, Watched(job.label, started, job.folder / METRICS, steps, summary=summary))
 
     def watch_warmstart(self, folder: Path, job: StudyRun, started: Path) -> None:
-        """Look at a warm start; all of them come before the first run."""
+        """Start watching a warm start; all of them come before the first run."""
         steps = job.config.warmstart.steps if job.config.warmstart is not None else 0
         lines = supervised_lines(folder)
         self._watch(str(folder), Watched(f"seed={job.seed}", started, lines, steps, warmstart=True))
@@ -120,11 +120,11 @@ class Progress:
         """A warm start's process has ended."""
         self._watched.pop(str(folder), None)
 
-    def finish(self, label: str, outcome: RunOutcome) -> None:
-        """A run has ended, or cannot begin."""
+    def finish(self, label: str, outcome: JobOutcome) -> None:
+        """A run has ended, or cannot start."""
         self._finished.add(label)
         ended = self._watched.pop(label, None)
-        if ended is not None:  # one that its guard stopped has no steps left
+        if ended is not None:  # a run stopped by a guard has no remaining steps
             self._done_steps += ended.steps - ended.before
             self._total_steps -= ended.before
         reason = f" ({outcome.reason})" if outcome.reason else ""
@@ -134,11 +134,11 @@ class Progress:
         self._draw()
 
     def refresh(self) -> None:
-        """Look at the files again, at most once a second."""
+        """Read the files, at most once per second."""
         now = self._clock()
-        if now - self._looked_at < POLL_S:
+        if now - self._polled_at < POLL_S:
             return
-        self._looked_at = now
+        self._polled_at = now
         for watched in self._watched.values():
             watched.look()
         self._draw()
@@ -147,14 +147,14 @@ class Progress:
             self.say("; ".join([f"{len(self._finished)}/{self._count} runs", *self.phases(), self._left()]))
 
     def phases(self) -> list[str]:
-        """What each process that runs is doing: `beta=0.1 seed=2: step 34/120`."""
+        """The phase of each running process, such as `beta=0.1 seed=2: step 34/120`."""
         return [f"{watched.name}: {watched.phase}" for watched in self._running().values()]
 
     def _running(self) -> dict[str, Watched]:
         return {label: watched for label, watched in self._watched.items() if watched.done is not None}
 
     def _steps(self) -> tuple[int, int]:
-        """(steps that runs made since this study was started, all steps that they have to make)."""
+        """(steps done since this start of the study, all steps to do)."""
         runs = [watched for watched in self._running().values() if not watched.warmstart]
         before = sum(run.before for run in runs)
         return self._done_steps + sum(run.done or 0 for run in runs) - before, self._total_steps - before
@@ -163,7 +163,7 @@ class Progress:
         return self.time_left() or ("estimating" if len(self._finished) < self._count else "")
 
     def time_left(self) -> str:
-        """`about 12 min left`: the time so far, scaled by the steps that are left. Empty before the first step."""
+        """The remaining time by the time per step, such as `about 12 min left`; empty before the first step."""
         done, steps = self._steps()
         if not done or self._training_since is None or len(self._finished) == self._count:
             return ""
@@ -171,12 +171,12 @@ class Progress:
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
     def fraction(self) -> float:
-        """The share of all runs that is done, a running one by its steps."""
+        """The fraction of all runs that is done; a running one counts by its steps."""
         runs = [watched for watched in self._running().values() if not watched.warmstart]
         return (len(self._finished) + sum((run.done or 0) / max(1, run.steps) for run in runs)) / max(1, self._count)
 
     def _draw(self) -> None:
-        """The bar of the study, and one below it for each process that runs."""
+        """The bar of the study, and one for each running process."""
         if self._bar is None:
             return
         running = self._running()
@@ -192,12 +192,12 @@ class Progress:
 
 
 def supervised_lines(folder: Path) -> Path:
-    """Where a warm start writes a line a step: beside its folder, which appears when it is complete."""
+    """The log of a warm start, with one line per step, beside its folder (which exists only once it is complete)."""
     return folder.with_name(f"{folder.name}.jsonl")
 
 
 def last_step(path: Path) -> int | None:
-    """The step of a file's last complete line; None where there is none."""
+    """The step of a file's last complete line, or None."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -13,7 +13,7 @@ from keel.lab.plots.charts import svg
 from keel.lab.report.html import block, chart_data, curves, document
 from keel.lab.report.sections import table
 from keel.lab.report.verdict import Sentence
-from keel.lab.studies.folder import FAILED, RunOutcome, jobs
+from keel.lab.studies.folder import FAILED, JobOutcome, jobs
 from keel.lab.studies.grid import Study
 from keel.lab.studies.plots import short_names, study_panels, write_pictures
 from keel.lab.studies.results import read_result
@@ -30,7 +30,7 @@ from keel.lab.studies.table import (
 )
 from keel.lab.studies.verdict import verdict
 
-NOT_RUN = RunOutcome(FAILED, "not run")
+NOT_RUN = JobOutcome(FAILED, "not run")
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StudyReport:
     files: tuple[str, ...]
 
 
-def write_study(study: Study, path: Path, outcomes: Mapping[str, RunOutcome], command: str = "") -> StudyReport:
-    """Read every run of the study and write its tables, pictures and page."""
+def write_study(study: Study, path: Path, outcomes: Mapping[str, JobOutcome], command: str = "") -> StudyReport:
+    """Read every run of the study and write its tables, plots and page."""
     path = path.resolve()
     rows = [read_result(job, outcomes.get(job.label, NOT_RUN), study.measure) for job in jobs(path, study)]
     summaries = summarise(rows, study.baseline)
@@ -98,7 +98,9 @@ def _table(summaries: Sequence[PointSummary], baseline: str, columns: Mapping[st
 
 
 def _differences(summaries: Sequence[PointSummary], baseline: str) -> str:
-    shown = display_columns(summaries)  # less what training has not caused, and what says the same as the figure after
+    shown = display_columns(
+        summaries
+    )  # without figures that training does not change, and differences that repeat the figure after training
     before_or_change = {side for name in shown if (sides := change_sides(name)) for side in (name, sides[0])}
     columns = {name: title for name, title in shown.items() if name not in before_or_change}
     rows = []

@@ -11,10 +11,10 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import read_json
 from keel.doctor.runs import RunRecord, number, read_run
-from keel.lab.studies.folder import DRIFT, RunOutcome, StudyRun
-from keel.lab.studies.grid import Measure
+from keel.lab.studies.folder import DRIFT, JobOutcome, StudyRun
+from keel.lab.studies.grid import Measurements
 
-LAST_STEPS = 10  # steps averaged for the reward
+LAST_STEPS = 10  # number of last steps averaged for the reward
 BAND = 1.5  # the band around a target KL is target/1.5 to 1.5·target, as in PPO's rule
 
 
@@ -30,7 +30,7 @@ class SkillResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run in numbers; None where it has none. KL is in nats per token unless a name says `sequence`."""
+    """A run's figures; None if missing. KL is in nats per token, or per sequence if the name contains `sequence`."""
 
     point: str
     seed: int
@@ -77,13 +77,13 @@ CURVES = (REWARD_CURVE, EXACT_CURVE, K3_CURVE, "kl/beta")
 
 
 def kl_curve(rows: Sequence[RunResult]) -> str:
-    """The KL whose curves are comparable: exact if every run has it, otherwise k3, which all have."""
+    """The KL for comparable curves: exact if every run has it, otherwise k3, which all have."""
     measured = [row.curves for row in rows if K3_CURVE in row.curves]
     return EXACT_CURVE if measured and all(EXACT_CURVE in curves for curves in measured) else K3_CURVE
 
 
-def read_result(job: StudyRun, outcome: RunOutcome, measure: Measure) -> RunResult:
-    """The figures of a run, as far as its files have them."""
+def read_result(job: StudyRun, outcome: JobOutcome, measure: Measurements) -> RunResult:
+    """The figures of a run that its files contain."""
     options = dict(job.point.values)
     try:
         run = read_run(job.folder)
@@ -148,7 +148,7 @@ def _figure(task: Mapping[str, Any], direction: str, estimator: str, unit: str =
 def _accuracy(run: RunRecord, split: str) -> tuple[dict[str, float], dict[str, float]]:
     """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
 
-    A run that its guard took back to step 0 ends as the start, which was evaluated once.
+    A run that a guard rolled back to step 0 ends as it started, and has only one evaluation.
     """
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -182,10 +182,10 @@ def _mean(figures: Any) -> float | None:
     return None if not known or None in known else fmean(known)
 
 
-def _band(run: RunRecord, measure: Measure) -> tuple[str, dict[str, float | None]]:
-    """By which estimate; steps until it is first within a factor of 1.5 of its target, share of all steps inside.
+def _band(run: RunRecord, measure: Measurements) -> tuple[str, dict[str, float | None]]:
+    """(name of the estimate, steps until it is first within a factor of 1.5 of its target, fraction of steps inside).
 
-    The estimate is the one that steers a controller: a sequence's k1, or per token the exact one where it is measured.
+    The estimate is the controller's: k1 per sequence, or per token the exact KL if it is measured.
     """
     target = measure.target
     if target is None:

@@ -1,4 +1,4 @@
-"""The reversed k3, a common mistake in tutorials, for a study of its effect."""
+"""The reversed k3, a common mistake in tutorials, for studies of its effect."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def reversed_k3(d: Tensor) -> Tensor:
-    """e^u − u − 1 with u = log π − log p = −d: k3 with its arguments swapped, on samples from the wrong side.
+    """e^u − u − 1 with u = log π − log p = −d: k3 with swapped arguments, but on the same samples.
 
-    On samples from π its mean is Σ π²/p − 1 − KL(π‖p), the χ² divergence less the KL, and its plain gradient in the
-    loss has the mean ½∇χ²(π‖p): a penalty, but of another divergence, and without bound where p is small.
+    On samples from π its mean is Σ π²/p − 1 − KL(π‖p), the χ² divergence minus the KL. Its plain gradient in the loss
+    has the mean ½∇χ²(π‖p): a penalty with another divergence, which is unbounded for small p.
     """
     return torch.expm1(-d) + d

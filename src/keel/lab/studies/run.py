@@ -1,4 +1,4 @@
-"""Running a study's jobs: here, one after another or several at a time, or as tasks on a Ray cluster."""
+"""Run a study's jobs on this machine, one or several at a time, or as tasks on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from keel.lab.studies.folder import (
     INTERRUPTED,
     LOG,
     WARMSTARTS,
-    RunOutcome,
+    JobOutcome,
     StudyRun,
     finished_outcome,
     jobs,
     open_folder,
     read_outcome,
 )
-from keel.lab.studies.grid import Measure, Study
+from keel.lab.studies.grid import Measurements, Study
 from keel.lab.studies.process import Pool, Process, cores, open_pool
 from keel.lab.studies.progress import Progress
-from keel.run.cluster.connect import check_backend
+from keel.run.cluster.placement import check_backend
 
 POLL_S = 0.3
+RELEASE_S = 10.0  # for a killed run to release its folder
 
 
 def run_study(
     study: Study, path: Path, *, parallel: int = 1, on: str = "local", say: Callable[[str], None] | None = None
-) -> dict[str, RunOutcome]:
+) -> dict[str, JobOutcome]:
     """Run all unfinished jobs and return the outcomes by label. After an interruption, call it again."""
     check_backend(on)
     path = path.resolve()
@@ -50,7 +51,7 @@ def run_study(
                 failures = _make_warmstarts(waiting, path / WARMSTARTS, threads, pool, progress)
                 ready = [job for job in waiting if job.label not in failures]
                 for label, reason in failures.items():
-                    outcomes[label] = RunOutcome(FAILED, reason)
+                    outcomes[label] = JobOutcome(FAILED, reason)
                     progress.finish(label, outcomes[label])
                 for job in ready:
                     wait_until_free(job.folder)
@@ -80,7 +81,7 @@ def _as_completed(futures: Iterable[Future[int]], progress: Progress) -> Iterato
 def _make_warmstarts(
     waiting: Sequence[StudyRun], shared: Path, threads: int, pool: Pool, progress: Progress
 ) -> dict[str, str]:
-    """Make every warm start that jobs share, once; the reason for each job whose warm start failed, by label."""
+    """Train each shared warm start once; returns the reason by label for each job whose warm start failed."""
     from keel.lab.studies.point import shared_warmstart
     from keel.run.warmstart import is_complete
     from keel.trainer.integrity import find_damage
@@ -107,7 +108,7 @@ def _make_warmstarts(
     return failures
 
 
-def _job_process(job: StudyRun, measure: Measure, shared: Path, threads: int) -> Process:
+def _job_process(job: StudyRun, measure: Measurements, shared: Path, threads: int) -> Process:
     command = (_config_json(job.config), "--shared", str(shared), "--measure", json.dumps(asdict(measure)))
     return Process(command, job.folder / LOG, threads)
 
@@ -116,16 +117,16 @@ def _config_json(config: Config) -> str:
     return json.dumps(config.to_dict())
 
 
-def _job_outcome(job: StudyRun, future: Future[int]) -> RunOutcome:
-    """What the run wrote; or, of one that died before it could, its exit status and its last line."""
+def _job_outcome(job: StudyRun, future: Future[int]) -> JobOutcome:
+    """The outcome that the run wrote; if it died before, one from its exit status and the last line of its log."""
     status = future.result()
     if status in (130, 143):
-        return RunOutcome(INTERRUPTED)
+        return JobOutcome(INTERRUPTED)
     outcome = read_outcome(job.folder)
     if outcome is not None:
         return outcome
     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-    return RunOutcome(FAILED, f"{how}: {last_line(job.folder / LOG)}")
+    return JobOutcome(FAILED, f"{how}: {last_line(job.folder / LOG)}")
 
 
 def last_line(log: Path) -> str:
@@ -156,10 +157,10 @@ def sigterm_as_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def wait_until_free(folder: Path, limit_s: float = 10.0) -> None:
+def wait_until_free(folder: Path) -> None:
     """Wait for a run of a study that was just killed to release its folder."""
     from keel.base.lock import is_locked
 
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + RELEASE_S
     while is_locked(folder / ".lock") and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The tables of a study: one row per run, one row per point with intervals, and one in Markdown to paste."""
+"""The tables of a study: one row per run, one row per point with intervals, and a short one in Markdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class PointSummary:
-    """A point over its seeds: the mean and interval of every figure, and the paired difference from the baseline."""
+    """A point over its seeds: mean and interval of every figure, and paired differences from the baseline."""
 
     label: str
     options: Mapping[str, str]
@@ -52,17 +52,17 @@ class PointSummary:
 
     @property
     def states(self) -> str:
-        """`done`, or how many ended otherwise."""
+        """`done`, or the number of runs by other outcomes."""
         counted = {state: sum(row.state == state for row in self.rows) for state in (r.state for r in self.rows)}
         return DONE if list(counted) == [DONE] else ", ".join(f"{count} {state}" for state, count in counted.items())
 
     def by_seed(self, figure: str) -> dict[int, float]:
-        """The figure's values of runs that count."""
+        """The figure's values, without failed runs."""
         return values(self.rows, figure)
 
 
 def values(rows: Sequence[RunResult], figure: str) -> dict[int, float]:
-    """A figure by seed, of the runs that were done or stopped by a guard; a failed run's last state is no result."""
+    """A figure by seed, for runs that were done or stopped by a guard; failed runs have no result."""
     return {
         row.seed: value
         for row in rows
@@ -71,7 +71,7 @@ def values(rows: Sequence[RunResult], figure: str) -> dict[int, float]:
 
 
 def figure_of(row: RunResult, figure: str) -> float | None:
-    """A figure by name; `SKILL:before` and the like are a skill's own, and a change is after − before."""
+    """A figure by name; `SKILL:before` and similar names belong to a skill, and a change is after − before."""
     if (sides := change_sides(figure)) is not None:
         before, after = (figure_of(row, side) for side in sides)
         return None if before is None or after is None else after - before
@@ -83,7 +83,7 @@ def figure_of(row: RunResult, figure: str) -> float | None:
 
 
 def change_sides(figure: str) -> tuple[str, str] | None:
-    """The figures before and after training of a difference; None for other figures."""
+    """The names of the figures before and after training of a difference; None for other figures."""
     stem = figure.removesuffix(CHANGE)
     return None if stem == figure or stem[-1:] not in ("_", ":") else (stem + BEFORE, stem + AFTER)
 
@@ -117,7 +117,7 @@ def summarise(rows: Sequence[RunResult], baseline: str) -> list[PointSummary]:
 
 
 def _mean(rows: Sequence[RunResult], figure: str) -> Estimate | None:
-    """Over seeds; a change is the paired difference between the start and the end of each run."""
+    """The estimate over seeds; a change is the paired difference between start and end of each run."""
     if (sides := change_sides(figure)) is not None:
         return paired(*(values(rows, side) for side in sides))
     return estimate(list(values(rows, figure).values()))
@@ -158,7 +158,7 @@ def points_csv(rows: Sequence[RunResult]) -> str:
 
 
 def table_csv(summaries: Sequence[PointSummary]) -> str:
-    """One row per point; no times, so that a study that was killed and started again has the same bytes."""
+    """One row per point, without times, so that an interrupted and continued study gives the same bytes."""
     axes = list(summaries[0].options)
     names = list(summaries[0].means)
     parts = ("mean", "low", "high")
@@ -188,7 +188,7 @@ def _cell(value: float | None) -> str:
 
 
 def table_md(summaries: Sequence[PointSummary], baseline: str) -> str:
-    """The tables to paste: mean ± half of the 95 % t-interval over seeds; several old skills have one of their own."""
+    """The tables in Markdown: mean ± half of the 95 % t-interval over seeds; old skills have their own table."""
     tables = [display_columns(summaries), skill_columns(summaries)]
     return "\n".join(_table_md(summaries, baseline, columns) for columns in tables if columns)
 
@@ -204,9 +204,9 @@ def _table_md(summaries: Sequence[PointSummary], baseline: str, columns: Mapping
 
 
 def display_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
-    """The figures that a person reads first, as far as there are any, with their headings.
+    """The main figures that exist, with their headings.
 
-    What was measured after training always has its before and change beside it, be they unknown.
+    A figure after training always has the columns before and change, even if they are unknown.
     """
     shown = {name for name in _COLUMNS if any(point.means.get(name) for point in summaries)}
     shown |= {name.removesuffix(AFTER) + part for name in shown if name.endswith(AFTER) for part in (BEFORE, CHANGE)}
@@ -214,7 +214,7 @@ def display_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
 
 
 def skill_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
-    """Each old skill before and after training, and the change; of a single one the first table tells all."""
+    """Each old skill before and after training, and the change; a single one is already in the first table."""
     skills = skill_names([row for point in summaries for row in point.rows])
     headings = {BEFORE: " before", AFTER: "", CHANGE: " change"}
     several = skills if len(skills) > 1 else []
@@ -222,9 +222,9 @@ def skill_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
 
 
 def format_figure(name: str, estimate: Estimate | None, *, difference: bool = False) -> str:
-    """`81.2 % ± 3.4` or `0.0512 ± 0.0031`; a change, and a `difference` of the figure, with its sign.
+    """Format a figure: `81.2 % ± 3.4` or `0.0512 ± 0.0031`; changes and differences have a sign.
 
-    Between two shares lie percentage points: `+3.4 ± 1.2 points`, and of what was forgotten without a sign.
+    Differences of fractions are in percentage points: `+3.4 ± 1.2 points`. A loss on old skills has no sign.
     """
     if estimate is None:
         return "–"

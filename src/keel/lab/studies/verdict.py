@@ -60,7 +60,7 @@ def _run_states(summaries: Sequence[PointSummary]) -> list[Sentence]:
 
 
 def best(summaries: Sequence[PointSummary], metric: str) -> list[Sentence]:
-    """Which point is best, and whether that is more than chance."""
+    """The best point, and whether it is significantly better."""
     name, known = NAMES[metric], {point.label: values for point in summaries if (values := point.by_seed(metric))}
     result = winner(known)
     if result is None:
@@ -94,7 +94,7 @@ def _rivals(result: Winner, tied: Sequence[str]) -> str:
     rivals = [label for label in result.rivals if label not in tied]
     if not rivals:
         return "above all others"
-    why = f"overlapping 95 % intervals, no spread to test, or Holm's p ≥ {SIGNIFICANT:g}"
+    why = f"overlapping 95 % intervals, no variance to test, or Holm's p ≥ {SIGNIFICANT:g}"
     return f"not significantly different from {_shortened(rivals)} ({why})"
 
 
@@ -118,9 +118,9 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
         p_values = {label: adjusted[f"{figure} {label}"] for label in changes}
         significant = _significant(figure, changes, p_values) if tested else {}
         better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
-        said = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
+        parts = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
         nothing = "none beyond chance" if tested else "too few seeds to test"
-        result = "; ".join(said) or f"{nothing}: {' to '.join(ends)}"
+        result = "; ".join(parts) or f"{nothing}: {' to '.join(ends)}"
         harmed = len(worse) == len(changes) or changes[most].mean < 0
         tone = "bad" if harmed else "warn" if worse else "good" if better and figure == "accuracy_change" else "plain"
         how = " (paired over seeds, Holm)" if tested else ""
@@ -133,7 +133,7 @@ def _changes(summaries: Sequence[PointSummary], figure: str) -> dict[str, Estima
 
 
 def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: str) -> list[Sentence]:
-    """Which points differ from the baseline, seed by seed, after Holm's correction."""
+    """The points that differ from the baseline, paired over seeds, after Holm's correction."""
     name = NAMES[metric]
     if len(summaries) > 1 and not any(point.label == baseline and point.by_seed(metric) for point in summaries):
         return [("warn", f"The baseline {baseline} has no value for {name}, so there is no comparison.")]
@@ -155,7 +155,7 @@ def against_baseline(summaries: Sequence[PointSummary], baseline: str, metric: s
 def _significant(
     metric: str, differences: Mapping[str, Estimate], adjusted: Mapping[str, float | None] | None = None
 ) -> dict[str, str]:
-    """The differences beyond chance after Holm's correction, and those that are the same at every seed, untested."""
+    """The significant differences after Holm's correction, and the untested ones that are equal at every seed."""
     if adjusted is None:
         adjusted = holm({label: p_value_of(difference) for label, difference in differences.items()})
     significant = {}
@@ -164,12 +164,12 @@ def _significant(
         if p is not None and p < SIGNIFICANT:
             significant[label] = f"{text} (p {p:.2g})"
         elif difference.p is None and difference.n >= MIN_SEEDS:
-            significant[label] = f"{text} at every seed (no spread, so no test)"
+            significant[label] = f"{text} at every seed (no variance, so no test)"
     return significant
 
 
 def _axis_effect(summaries: Sequence[PointSummary], axis: Axis, metric: str) -> list[Sentence]:
-    """Which value of an axis differs from its first, over all points that differ in nothing else, paired."""
+    """The values of an axis that differ from its first one, paired over points that differ only in this axis."""
     others = [name for name in summaries[0].options if name != axis.name]
     by_value: dict[str, dict[tuple[str, ...], dict[int, float]]] = {}
     for point in summaries:
@@ -198,7 +198,7 @@ Cells = Mapping[tuple[str, ...], Mapping[int, float]]
 
 
 def _over_cells(first: Cells, second: Cells) -> tuple[Estimate | None, list[tuple[str, ...]]]:
-    """(paired difference over seeds of the means over cells that both sides measured, the cells that were not)."""
+    """(paired difference over seeds of the means over the cells that both sides have, the cells that are missing)."""
     shared = [cell for cell in first if cell in second]
     cells = [cell for cell in shared if first[cell] and second[cell]]
     seeds = set.intersection(*(set(first[c]) & set(second[c]) for c in cells)) if cells else set()

@@ -1,4 +1,4 @@
-"""The record of a completion: its tokens, who sampled them, what sampler and policy say of each, and the messages."""
+"""The record of a completion: tokens, action mask, log-probabilities under sampler and policy, and messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import parse_json
 
-# Names that others give to the same. The first that a line has is taken; masks are combined, because TRL has one for
-# padding and one for tools.
+# Field names of other trainers. The first one in a line is used. Masks are combined, because TRL has one for padding
+# and one for tools.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt_ids": ("prompt_ids", "prompt_token_ids", "prompts"),
     "completion_ids": ("completion_ids", "response_ids", "completion_token_ids", "responses"),
@@ -30,9 +30,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 class Trace:
     """One completion with its prompt.
 
-    `action` is true where the policy sampled the token of `completion_ids`. `sample_logp` and `logp` are what sampler
-    and policy say of each token of the completion, at the sampling temperature; NaN where one says nothing. `messages`
-    are the whole conversation, the completion's turns in it.
+    `action` is true where the policy sampled the token of `completion_ids`. `sample_logp` and `logp` are the
+    log-probabilities of the completion's tokens under sampler and policy, at the sampling temperature; NaN if unknown.
+    `messages` are the whole conversation, including the completion's turns.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ class Trace:
 
 
 def read_traces(path: Path | str) -> list[Trace]:
-    """The traces of a file of JSON lines; a line that is none is refused with what it lacks."""
+    """The traces in a file of JSON lines; an invalid line is refused."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -68,14 +68,14 @@ def read_traces(path: Path | str) -> list[Trace]:
             except ValueError as error:
                 raise KeelError(f"{path}, line {number}: {error}") from None
     if not traces:
-        raise KeelError(f"{path} holds no completion: write one a line, with completion_ids and prompt_ids")
+        raise KeelError(f"{path} has no completions: write one per line, with completion_ids and prompt_ids")
     return traces
 
 
 def trace_of(row: Any) -> Trace:
-    """A trace of a mapping with the names of TRL, verl or Keel; a ValueError says what it lacks."""
+    """A trace from a mapping with the names of TRL, verl or Keel; a ValueError names what is missing."""
     if not isinstance(row, Mapping):
-        raise ValueError("this is no record: give an object with completion_ids and prompt_ids")
+        raise ValueError("this is not a record: give an object with completion_ids and prompt_ids")
     found = {name: next((row[key] for key in keys if key in row), None) for name, keys in NAMES.items()}
     completion, prompt = found["completion_ids"], found["prompt_ids"]
     masks = [row[key] for key in NAMES["action"] if row.get(key) is not None]
@@ -126,12 +126,12 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
 
 def _integers(values: Any, name: str) -> tuple[int, ...]:
     if not isinstance(values, Sequence) or isinstance(values, str) or not all(type(x) is int for x in values):
-        raise ValueError(f"{name} is no list of token ids")
+        raise ValueError(f"{name} is not a list of token ids")
     return tuple(values)
 
 
 def _numbers(values: Any) -> tuple[float, ...] | None:
-    """NaN stands for what was not known; a list of one number a token, as some samplers report it, is that number."""
+    """Log-probabilities as floats: NaN for null; some samplers give a list with one number per token."""
     if values is None:
         return None
     flat = (x[0] if isinstance(x, list) and x else x for x in values)

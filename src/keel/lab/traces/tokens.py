@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.doctor.findings import Finding, finding
 from keel.lab.traces.records import Trace
 
 MERGED, TEMPLATE = "merged", "template"
 CAUSES = {
-    MERGED: "the sampled tokens of a turn are not those that its text encodes to",
+    MERGED: "encoding the text of a turn gives other tokens than the sampled ones",
     TEMPLATE: "the chat template renders earlier turns differently from how they were sampled",
 }
 ADVICE = {
-    MERGED: "keep token ids between turns and append to them, never text that is encoded again (TRL: its own tool loop "
+    MERGED: "keep token ids between turns and append to them, instead of encoding text again (TRL: its own tool loop "
     "or a rollout_func that returns ids; verl: an agent loop that carries response ids)",
     TEMPLATE: "use a template that renders earlier turns unchanged, with their reasoning and white space (TRL: "
     "trl.chat_template_utils.get_training_chat_template), or append token ids",
@@ -26,11 +26,11 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token at which encoding a completion's text again gives another one."""
+    """The first token that changes when a completion's text is encoded again."""
 
     trace: int
     turn: int  # 1 is the first turn of the model in the completion
-    position: int  # in the completion
+    position: int  # index in the completion
     cause: str
     sampled: str
     encoded: str
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class TokenReport:
-    """What `check_tokens` found: the differences, and how much of the batch they concern."""
+    """The result of `check_tokens`: the differences, and their share of the batch."""
 
     traces: int
     tokens: int
@@ -51,7 +51,7 @@ class TokenReport:
         return not self.differences
 
     def findings(self) -> list[Finding]:
-        """One for each cause."""
+        """One finding per cause."""
         found = []
         for cause, count in Counter(difference.cause for difference in self.differences).most_common():
             first = next(difference for difference in self.differences if difference.cause == cause)
@@ -64,7 +64,7 @@ class TokenReport:
                     f"all causes {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens come at or "
                     f"after a change; the first is completion {first.trace}, turn {first.turn}, token "
                     f"{first.position}: sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
-                    f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than were drawn",
+                    f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than the sampled ones",
                     ADVICE[cause],
                     share=count / self.traces,
                 )
@@ -78,10 +78,10 @@ class TokenReport:
 
 
 def check_tokens(traces: Sequence[Trace], tokenizer: Any, **template: Any) -> TokenReport:
-    """Encode each completion's text again, as a trainer does that keeps text between turns, and compare the tokens.
+    """Encode each completion's text again, as a trainer does that stores text between turns, and compare the tokens.
 
-    Each turn's text is decoded and encoded behind its context. Where a trace has `messages`, the prompt of each later
-    turn is rendered by the tokenizer's chat template too. `template` are arguments of apply_chat_template, such as
+    Each turn's tokens are decoded, and encoded again after their context. If a trace has `messages`, the prompt of each
+    later turn is also rendered by the chat template. `template` are arguments of apply_chat_template, such as
     `chat_template` and `tools`.
     """
     differences, affected = [], 0
@@ -104,7 +104,9 @@ def _first_difference(index: int, trace: Trace, tokenizer: Any, template: dict[s
             if found is not None:
                 return found
         context = (*trace.prompt_ids, *trace.completion_ids[:start])
-        if _encode(tokenizer, context) != context:  # text of its own, such as a prompt that was not made by encoding
+        if (
+            _encode(tokenizer, context) != context
+        ):  # the context itself does not survive encoding, such as a prompt that was not made from text
             context = ()
         sampled = (*context, *trace.completion_ids[start:end])
         encoded = _encode(tokenizer, sampled)
@@ -122,7 +124,7 @@ def _encode(tokenizer: Any, ids: Sequence[int]) -> tuple[int, ...]:
 def _against_template(
     index: int, trace: Trace, number: int, start: int, tokenizer: Any, template: dict[str, Any]
 ) -> Difference | None:
-    """The prompt of a later turn as the template writes it, against the tokens that stand before that turn."""
+    """Compare the rendered prompt of a later turn with the tokens before that turn."""
 
     def rendered(turn: int) -> tuple[int, ...]:
         try:
@@ -136,10 +138,8 @@ def _against_template(
         except KeelError:
             raise
         except Exception as error:  # templates may raise anything
-            raise KeelError(
-                f"the chat template refuses the messages of completion {index}: "
-                f"{next(iter(str(error).splitlines()), '')}"
-            ) from None
+            cause = first_line(error)
+            raise KeelError(f"the chat template refuses the messages of completion {index}: {cause}") from None
         return tuple(ids)
 
     sampled = (*trace.prompt_ids, *trace.completion_ids[:start])
@@ -149,8 +149,8 @@ def _against_template(
     at = _first(sampled, encoded)
     if at < len(trace.prompt_ids) and rendered(1) != trace.prompt_ids:
         raise KeelError(
-            f"the prompt of completion {index} is not what the chat template makes of its first messages (token {at}): "
-            "give the template that was used, check_tokens(…, chat_template=…, tools=…)"
+            f"the prompt of completion {index} differs from the rendering of its first messages at token {at}: "
+            "pass the template that was used, check_tokens(…, chat_template=…, tools=…)"
         )
     same_text = _text(tokenizer, sampled) == _text(tokenizer, encoded)
     position = max(0, at - len(trace.prompt_ids))
@@ -166,14 +166,14 @@ def _against_template(
 
 
 def _before(trace: Trace, number: int) -> Sequence[Any]:
-    """The messages before the model's turn of that number in the completion."""
+    """The messages before the completion's `number`-th turn of the model."""
     assert trace.messages is not None
     own = [index for index, message in enumerate(trace.messages) if message.get("role") == "assistant"]
     turns = sum(1 for _ in trace.turns())
     if len(own) < turns:
         raise KeelError(
             f"a completion has {turns} turns of the model by its mask and {len(own)} by its messages: messages must "
-            "hold the whole conversation"
+            "contain the whole conversation"
         )
     return trace.messages[: own[len(own) - turns + number - 1]]
 

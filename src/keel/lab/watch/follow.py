@@ -14,10 +14,10 @@ from keel.doctor.judge import describe_state, state
 from keel.doctor.runs import Record, RunReader, RunRecord
 from keel.lab.watch.page import RunView, Section, sections, title
 
-ROLLOUT_BYTES = 2 * 2**20  # of the start and the end of rollouts.jsonl, kept in memory
+ROLLOUT_BYTES = 2 * 2**20  # bytes of the start and of the end of rollouts.jsonl in memory
 RENDER_SHARE = 0.1  # maximum average share of a core for rendering
 EXAMINE_SHARE = 0.05  # and for the doctor's checks
-PAGE_S = 15.0  # time after its last request when a page counts as closed
+PAGE_S = 15.0  # seconds after its last request when a page counts as closed
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 class FollowedRun:
-    """One run directory; `record` is None until there is something in it."""
+    """One run directory; `record` is None while it is empty."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path = path
@@ -44,18 +44,18 @@ class FollowedRun:
         self._judged: tuple[tuple[Record, ...], tuple[Record, ...] | None] = (
             (),
             None,
-        )  # a run's beginning, its findings
+        )  # (start of the run, findings)
         self._unread = self._unexamined = ""
 
     @property
     def kind(self) -> str:
-        """completed, stopped, aborted, running or interrupted, as the report has it; waiting or gone."""
+        """completed, stopped, aborted, running or interrupted, as in the report; or waiting or gone."""
         if self.gone:
             return "gone"
         return "waiting" if self.record is None else state(self.record)[0]
 
     @property
-    def standing(self) -> str:
+    def state_text(self) -> str:
         """The same in words, after the worst finding."""
         if self.gone:
             return "deleted or moved"
@@ -64,20 +64,20 @@ class FollowedRun:
 
     @property
     def shown(self) -> RunView:
-        """For the page: a run that is not over yet has the findings of its log so far."""
-        record, trouble = self.record, self._unread
+        """The run for the page; a running one has the findings of its log so far."""
+        record, error = self.record, self._unread
         if record is not None and _unjudged(record):
             beginning, findings = self._judged
             record = replace(record, findings=findings if beginning == _beginning(record) else None)
-            trouble = f"{trouble} {self._unexamined}".strip()
-        return RunView(self._name or self.path.name, self.path, record, self.kind, trouble)
+            error = f"{error} {self._unexamined}".strip()
+        return RunView(self._name or self.path.name, self.path, record, self.kind, error)
 
     def check(self) -> None:
-        """Refuse a folder that is not there or holds no run."""
+        """Refuse a folder that does not exist or contains no run."""
         self._reader.read()
 
     def refresh(self) -> bool:
-        """Read what is new; whether anything is. Where that fails, what was read before stays, and the page says it."""
+        """Read new data; returns whether there are any. After an error the old data stay, and the page shows it."""
         try:
             changed = self._refresh()
         except Exception as error:
@@ -100,25 +100,26 @@ class FollowedRun:
         self.gone, self._signature = False, signature
         try:
             record = self._reader.read(running)
-        except KeelError:  # nothing in it yet, or nothing any more: it is begun anew
+        except KeelError:  # the folder is empty: a new run may start in it
             self.record = None
             return True
-        if running:  # a summary is that of an earlier end, from which the run was resumed
+        if running:  # the summary is from before the run was resumed
             record = replace(record, summary=None)
         self.record = record if self._name is None else replace(record, name=self._name)
         return True
 
     def judge(self) -> bool:
-        """The doctor's checks on the log so far; whether there was anything new to judge.
+        """Run the doctor's checks on the log so far; returns whether there were new data.
 
-        What it found stays where it fails, and the page says why. It may take seconds, in which another run may begin.
+        After an error the old findings stay, and the page shows the error. The checks may take seconds, during which
+        another run may start in the folder.
         """
         record = self.record
         if record is None or record is self._examined or not record.metrics or not _unjudged(record):
             return False
         self._examined = record
         try:
-            from keel.doctor.examine import examine_run  # only here: loading it takes longer than a page
+            from keel.doctor.examine import examine_run  # imported here because it is slow to load
 
             self._judged = (_beginning(record), tuple(examine_run(record).as_dict()["findings"]))
             self._unexamined = ""
@@ -128,7 +129,7 @@ class FollowedRun:
 
 
 def _beginning(record: RunRecord) -> tuple[Record, ...]:
-    """What identifies a run in its folder: the first step, with its times."""
+    """The identity of a run in its folder: its first step, with times."""
     return record.metrics[:1]
 
 
@@ -138,7 +139,7 @@ def _unjudged(record: RunRecord) -> bool:
 
 
 class Watcher:
-    """Several runs behind one page. Requests come from threads of their own; all of it may be called from any."""
+    """Several runs on one page. All methods are thread-safe, because each request has its own thread."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
         resolved = [path.resolve() for path in paths]
@@ -160,7 +161,7 @@ class Watcher:
         self._asked: float | None = None
 
     def refresh(self) -> None:
-        """Look at every run's files."""
+        """Read the files of every run."""
         with self._lock:
             self._refresh()
 
@@ -170,7 +171,7 @@ class Watcher:
             self._outdated, self._changed = True, self._clock()
 
     def snapshot(self) -> Snapshot:
-        """What to show now; drawn anew where something has changed, unless that was done too recently."""
+        """The current sections; changed ones are rendered again, unless that was done too recently."""
         with self._lock:
             now = self._asked = self._clock()
             if self._snapshot is not None and now < self._draw_at and not self.final:
@@ -190,19 +191,19 @@ class Watcher:
 
     @property
     def seen(self) -> bool:
-        """Whether a page is open somewhere: one has asked lately."""
+        """Whether a page is open, by the time of the last request."""
         return self._asked is not None and self._clock() - self._asked < PAGE_S
 
     def judge(self) -> None:
-        """Let the doctor look at what is new, for pages that are open, and not too often."""
-        begun = self._clock()
-        if not self.seen or begun < self._judge_at:
+        """Run the doctor on new data if a page is open, at a limited share of time."""
+        start = self._clock()
+        if not self.seen or start < self._judge_at:
             return
         judged = [run.judge() for run in self.runs]
         if any(judged):
             with self._lock:
                 self._outdated = True
-            self._judge_at = self._clock() + (self._clock() - begun) / EXAMINE_SHARE
+            self._judge_at = self._clock() + (self._clock() - start) / EXAMINE_SHARE
 
     def age(self) -> float:
         """Seconds since a run last wrote something."""

@@ -6,34 +6,33 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 from keel.doctor.judge import guard_stop
 from keel.doctor.runs import RunRecord
 from keel.lab.report import samples
 from keel.lab.report import sections as tables
-from keel.lab.report.html import block, charts, data_element, document, per_run, verdict
+from keel.lab.report.html import block, charts, data_element, document, per_run, resource, verdict
 from keel.loggers.console import duration
 
-RECENT = 50  # steps averaged for the remaining time
-ENDED_KINDS = ("completed", "stopped", "aborted", "interrupted", "gone")  # runs that write no more
+RECENT = 50  # number of last steps averaged for the remaining time
+ENDED_KINDS = ("completed", "stopped", "aborted", "interrupted", "gone")  # states in which a run writes nothing more
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A run on the page; `record` is None while its folder is empty, `trouble` explains outdated parts."""
+    """A run on the page; `record` is None while its folder is empty, `error` explains outdated parts."""
 
     name: str
     path: Path
     record: RunRecord | None
     kind: str
-    trouble: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: its name there, its HTML, and a digest that tells whether it changed."""
+    """A part of the page: its element's id, its HTML, and a digest to detect changes."""
 
     name: str
     html: str
@@ -62,19 +61,14 @@ def sections(runs: Sequence[RunView]) -> Iterator[Section]:
 
 
 def whole_page(runs_title: str, drawn: Sequence[Section], refresh_s: float) -> str:
-    """The first page: every section in its place, and the script that fetches them again."""
+    """The page with all sections, and the script that fetches them again."""
     places = "".join(f"<div id='{part.name}' data-digest='{part.digest}'>{part.html}</div>" for part in drawn)
     body = (
         f"<header><p class='muted'>Keel watch</p><h1>{escape(runs_title)}</h1>"
         f"<p id='live' class='muted' role='status' data-refresh='{refresh_s:g}'></p></header>{places}"
     )
-    style, script = resource("watch.css"), resource("watch.js")
+    style, script = (resource(name, "keel.lab.watch") for name in ("watch.css", "watch.js"))
     return document(runs_title, body, None, style=style, script=script, sources="; connect-src 'self'")
-
-
-def resource(name: str) -> str:
-    """A file that lies beside this one in the package."""
-    return files("keel.lab.watch").joinpath(name).read_text(encoding="utf-8")
 
 
 def states(runs: Sequence[RunView]) -> str:
@@ -83,15 +77,15 @@ def states(runs: Sequence[RunView]) -> str:
 
 
 def _state(run: RunView, index: int, count: int) -> str:
-    trouble = f"<p class='gone'>{escape(run.trouble)}</p>" if run.trouble else ""
+    error = f"<p class='gone'>{escape(run.error)}</p>" if run.error else ""
     if run.record is None:
         text = f"Nothing has been written to {run.path} yet."
-        said = f"<p class='muted'>{escape(text)}</p>{trouble}"
-        return f"<section class='verdict'><h2>{escape(run.name)}</h2>{said}</section>"
+        content = f"<p class='muted'>{escape(text)}</p>{error}"
+        return f"<section class='verdict'><h2>{escape(run.name)}</h2>{content}</section>"
     if run.kind == "gone":
         text = f"{run.path} was deleted or moved; the data below were read before."
         return verdict(replace(run.record, running=False), index, count, f"<p class='gone'>{escape(text)}</p>")
-    return verdict(run.record, index, count, progress(run.record, run.kind) + trouble)
+    return verdict(run.record, index, count, progress(run.record, run.kind) + error)
 
 
 def progress(run: RunRecord, kind: str) -> str:
@@ -112,7 +106,7 @@ def progress(run: RunRecord, kind: str) -> str:
 
 
 def seconds_left(run: RunRecord) -> float | None:
-    """The mean time of the last steps, times the steps to do; None where one of them is not known."""
+    """The mean time of the last steps times the number of remaining steps; None if either is unknown."""
     times = [value for _, value in run.series("time/total_s")[-RECENT:] if value is not None]
     if not times or run.max_steps is None:
         return None
@@ -136,7 +130,7 @@ def why_ended(run: RunRecord, kind: str) -> str:
 
 
 def findings(runs: Sequence[RunRecord]) -> str:
-    """What the doctor says of each log; a run that was not judged yet says so."""
+    """The doctor's findings for each log, or a note that it has not been examined yet."""
 
     def articles(run: RunRecord) -> str:
         if run.findings is None:
@@ -147,18 +141,18 @@ def findings(runs: Sequence[RunRecord]) -> str:
 
 
 def curves(runs: Sequence[RunRecord]) -> str:
-    """The report's curves, several runs over each other, and their numbers for the pointer."""
+    """The report's curves, with all runs in the same charts, and their numbers for the pointer."""
     shown, data = charts(runs)
     return block("Curves", shown) + data_element(data)
 
 
 def options(runs: Sequence[RunRecord]) -> str:
-    """Where several runs differ, and every run's configuration."""
+    """The options in which the runs differ, and every run's configuration."""
     differing = block("Options that differ", tables.differences(runs) or "<p class='muted'>None.</p>")
     whole = block("Configuration", per_run(runs, tables.configuration, opened=False, folded=True))
     return (differing if len(runs) > 1 else "") + whole
 
 
 def side_by_side(parts: Sequence[str]) -> str:
-    """Side by side where there is room, below each other where there is not."""
+    """Parts side by side, or below each other on a narrow screen."""
     return f"<div class='beside'>{''.join(f'<div>{part}</div>' for part in parts)}</div>"

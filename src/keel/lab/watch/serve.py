@@ -20,14 +20,14 @@ from keel.lab.watch.page import ENDED_KINDS
 from keel.lab.watch.server import ADDRESS, REFRESH_S, WatchServer, listen
 
 POLL_S = 1.0
-DRAIN_S = 5.0  # time for open pages to fetch the final state
-EVERY_PAGE_S = REFRESH_S + 0.5  # every open page sends a request within this time
-QUIET_S = 1.0  # a server without open pages exits within this time
+DRAIN_S = 5.0  # seconds for open pages to fetch the final state
+EVERY_PAGE_S = REFRESH_S + 0.5  # seconds within which every open page sends a request
+QUIET_S = 1.0  # seconds within which a server without open pages exits
 Echo = Callable[[str], None]
 
 
 def addresses(port: int) -> list[str]:
-    """Where the page is, on this machine and from another one."""
+    """The address of the page on this machine, and how to open it from another one."""
     here = f"http://{ADDRESS}:{port}/"
     tunnel = f"ssh -L {port}:{ADDRESS}:{port} {_user()}@{socket.gethostname()}"
     return [f"watch at {here}", f"from another machine: {tunnel}, then open {here} there"]
@@ -36,7 +36,7 @@ def addresses(port: int) -> list[str]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
+    except (KeyError, OSError):  # a container's user may have no name
         return "USER"
 
 
@@ -56,7 +56,7 @@ def watch(runs: Sequence[Path], port: int, *, until_end: bool = False, echo: Ech
             for run in watcher.runs:
                 if kinds.get(run.path) != run.kind:
                     kinds[run.path] = run.kind
-                    echo(f"{run.path}: {run.standing}")
+                    echo(f"{run.path}: {run.state_text}")
             if all(run.gone for run in watcher.runs):
                 raise KeelError(
                     f"{' and '.join(str(run.path) for run in watcher.runs)} was deleted or moved: check the path"
@@ -68,7 +68,7 @@ def watch(runs: Sequence[Path], port: int, *, until_end: bool = False, echo: Ech
 
 @contextmanager
 def served(watcher: Watcher, listener: socket.socket) -> Iterator[None]:
-    """The watcher's page on a socket, in a thread of its own, until the block ends."""
+    """Serve the watcher's page on a socket, in a thread, until the block ends."""
     server = WatchServer(listener, watcher)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
     thread.start()
@@ -80,20 +80,20 @@ def served(watcher: Watcher, listener: socket.socket) -> Iterator[None]:
 
 
 def show_end(watcher: Watcher) -> None:
-    """Tell the pages that are open that no more will come, and wait until they have fetched the last state."""
+    """Tell open pages that the run has ended, and wait until they have fetched the final state."""
     watcher.final = True
-    begun = time.monotonic()
-    while watcher.seen and time.monotonic() - begun < (EVERY_PAGE_S if watcher.final_sent else DRAIN_S):
+    start = time.monotonic()
+    while watcher.seen and time.monotonic() - start < (EVERY_PAGE_S if watcher.final_sent else DRAIN_S):
         time.sleep(0.1)
     if watcher.final_sent:
-        time.sleep(REFRESH_S / 2)  # in which its sections are fetched
+        time.sleep(REFRESH_S / 2)  # seconds in which its sections are fetched
 
 
 @contextmanager
 def serve_while(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
-    """Serve the page of a run that is trained within the block, by a process of its own, so that no step waits for it.
+    """Serve the page of a run that is trained within the block, from another process, so that steps do not wait for it.
 
-    At the end pages that are open fetch the last state, and the server ends; it also ends where this process dies.
+    At the end, open pages fetch the final state and the server exits. It also exits if this process dies.
     """
     listener = listen(port, "--watch-port")
     for line in addresses(listener.getsockname()[1]):
@@ -111,7 +111,7 @@ def serve_while(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
 
 
 def _wait_for_pages(child: subprocess.Popen[bytes], echo: Echo) -> None:
-    """Until the server has ended, or is ended by Ctrl-C or SIGTERM: training is over, and its outcome stays."""
+    """Wait until the server exits. Ctrl-C or SIGTERM end it; they do not affect the finished run."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
     try:
@@ -137,7 +137,7 @@ def _ends(child: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def serve_process(listener: socket.socket, run: Path) -> None:
     """The server process of `serve_while`: it serves until stdin closes and open pages have the final state."""
-    os.nice(5)  # training comes first
+    os.nice(5)  # training has priority
     ended = threading.Event()
     threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
     watcher = Watcher([run])
@@ -154,5 +154,5 @@ def _wait_for_end(ended: threading.Event) -> None:
     ended.set()
 
 
-if __name__ == "__main__":  # with a socket that listens already, and the run's folder
+if __name__ == "__main__":  # arguments: a listening socket, and the run's folder
     serve_process(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

@@ -31,7 +31,7 @@ _MIN_GZIP_BYTES = 1400  # smaller answers fit into one packet
 
 
 def listen(port: int, option: str = "--port") -> socket.socket:
-    """A socket on loopback alone; port 0 takes a free one. `option` is the flag that the port came by."""
+    """A socket on loopback; port 0 picks a free one. `option` is the flag that gave the port."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -48,7 +48,7 @@ def listen(port: int, option: str = "--port") -> socket.socket:
 
 
 def is_local(host: str | None) -> bool:
-    """Whether the Host header names this machine; any other name is a DNS-rebinding attack."""
+    """Whether the Host header names this machine; other names may be a DNS-rebinding attack."""
     try:
         return host is not None and urlsplit(f"//{host}").hostname in LOCAL_NAMES
     except ValueError:
@@ -56,7 +56,7 @@ def is_local(host: str | None) -> bool:
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Serves a watcher's page on a socket that listens already."""
+    """Serve a watcher's page on a listening socket."""
 
     daemon_threads = True
 
@@ -67,13 +67,13 @@ class WatchServer(ThreadingHTTPServer):
         self.watcher = watcher
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that is closed during an answer is not an error."""
+        """Ignore errors of a page that is closed during an answer."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`/` is the page, `state` what its sections are by now, `section/NAME` one of them."""
+    """Routes: `/` is the page, `state` the digests of its sections, `section/NAME` one section."""
 
     server: WatchServer
     server_version = "keel"
@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        """Answer a request; an error is sent to the page in one line."""
+        """Answer a request; an error is sent to the page as one line."""
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not is_local(hosts[0]):
             names = f"open the page as http://{ADDRESS}:PORT/ or http://localhost:PORT/"
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, path: str) -> None:
         watcher = self.server.watcher
-        final = watcher.final  # before the snapshot, so that a snapshot marked final was read after the end
+        final = watcher.final  # read before the snapshot, so that a final snapshot contains the end of the run
         snapshot = watcher.snapshot()
         if path == "/":
             page = whole_page(snapshot.title, snapshot.sections, REFRESH_S)

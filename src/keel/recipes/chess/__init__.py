@@ -1,1 +1,1 @@
-"""Chess: to play (`chess_policy`, P:), to be the environment (`chess_env`, A:), and both (`chess`)."""
+"""Chess tasks: play (`chess_policy`, P:), predict the environment's answer (`chess_env`, A:), or both (`chess`)."""

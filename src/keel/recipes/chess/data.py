@@ -13,7 +13,7 @@ from keel.envs.layouts import source_of
 from keel.envs.options import SourceOptions
 from keel.envs.problems import check_split, split_held_out
 from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows
-from keel.recipes.chess.notation import require_uci
+from keel.recipes.chess.format import require_uci
 from keel.recipes.chess.rules import identity
 
 TEXT = "text"
@@ -23,7 +23,7 @@ Ask = Callable[["ChessRow"], Problem]
 
 @dataclass(frozen=True)
 class ChessRow:
-    """One row: its location, its text or else its columns, and its game."""
+    """One row: its location, its text or its columns, and its game."""
 
     location: str
     text: str | None
@@ -78,22 +78,22 @@ def _record(row: DataRow, source: SourceOptions) -> ChessRow:
     values = row.values
     for other in ("messages", "system"):
         if getattr(source.columns, other) is not None:
-            raise KeelError(f"data.columns.{other} has no meaning for chess: rows are texts, or columns fen and move")
+            raise KeelError(f"data.columns.{other} has no effect for chess: rows are texts, or columns fen and move")
     column = source.columns.prompt if source.columns.prompt in values else TEXT
     text = values.get(column)
     if text is None and isinstance(values.get("prompt"), str) and isinstance(values.get("completion"), str):
-        text = values["prompt"] + values["completion"]  # the rows that `python -m keel.recipes.chess data` makes
+        text = values["prompt"] + values["completion"]  # the format of `python -m keel.recipes.chess data`
     if isinstance(text, str) and text[:3] in ("P: ", "A: "):
         fen = text[3:].partition("M:" if text.startswith("P") else "+")[0].strip()
         return ChessRow(row.location, text, fen, "", (), str(values.get("game") or ""))
     if text is not None:
-        raise KeelError(f"column {column!r} begins with neither 'P: ' nor 'A: '")
+        raise KeelError(f"column {column!r} must start with 'P: ' or 'A: '")
     fen = values.get("fen", values.get("FEN"))
     if not isinstance(fen, str):
         raise KeelError(f"it has neither a text ({TEXT!r}) nor a position ('fen'): its columns are {', '.join(values)}")
     moves = values.get("history") or ()
     if not isinstance(moves, str | list | tuple):
-        raise KeelError(f"its history is {moves!r}: give the moves before, as text or a list")
+        raise KeelError(f"its history is {moves!r}: give the previous moves, as text or a list")
     history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
     for move in history:
         require_uci(move)

@@ -1,16 +1,17 @@
-"""A pool of Stockfish (or other UCI engine) processes with reproducible, cached analyses."""
+"""A pool of Stockfish (or other UCI engine) processes, and the SQLite cache of their analyses."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import os
 import shutil
 import sqlite3
 import subprocess
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -21,18 +22,79 @@ import chess
 import chess.engine
 
 from keel.base.errors import KeelError, unknown
-from keel.recipes.chess.cache import AnalysisCache, Lines, default_path
-from keel.recipes.chess.format import LINES
-from keel.recipes.chess.notation import is_real
+from keel.recipes.chess.format import LINES, is_real
 from keel.recipes.chess.rules import board_of, legal_moves
 
+Lines = tuple[tuple[str, float], ...]  # moves with their evaluations in pawns, best first
+_TABLES = """
+CREATE TABLE IF NOT EXISTS lines (key TEXT PRIMARY KEY, lines TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS engines (file TEXT PRIMARY KEY, name TEXT NOT NULL);
+"""
+_LINES, _ENGINE = "SELECT lines FROM lines WHERE key = ?", "SELECT name FROM engines WHERE file = ?"
 USUAL_PATHS = ("/usr/games/stockfish", "/usr/local/bin/stockfish", "/opt/homebrew/bin/stockfish")
 INSTALL = "apt-get install stockfish"
-ATTEMPTS = 3  # per position, each with a new process
-START_S = 10.0  # time limit for the answer to 'uci'
+ATTEMPTS = 3  # attempts per position, each with a new process
+START_S = 10.0  # seconds for the answer to 'uci'
 PAWN_CAP = 50.0  # largest evaluation without a mate
 MATE = 100.0  # mate in n moves is worth 100 - n pawns, and at least 51
 _T = TypeVar("_T")
+
+
+class AnalysisCache:
+    """Analysis lines by key and engine names by file. Writes are atomic.
+
+    Entries that cannot be read are analysed again.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(self.path, timeout=60.0, check_same_thread=False, isolation_level=None)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise KeelError(
+                f"the engine's cache {self.path} cannot be used ({error}): delete it, or set task.engine.cache"
+            ) from error
+        self._lock = threading.Lock()
+
+    def lines(self, keys: Iterable[str]) -> dict[str, Lines]:
+        """The cached analyses of `keys`."""
+        known: dict[str, Lines] = {}
+        for key in keys:
+            with suppress(ValueError, TypeError):  # a damaged entry
+                lines = tuple((str(move), float(value)) for move, value in json.loads(self._value(_LINES, key) or "[]"))
+                if lines:
+                    known[key] = lines
+        return known
+
+    def put_lines(self, key: str, lines: Lines) -> None:
+        """Store the lines of a position; an existing entry is replaced."""
+        with self._lock:
+            self._db.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (key, json.dumps(lines)))
+
+    def engine(self, file: str) -> str | None:
+        """The cached name of the engine in a file."""
+        return self._value(_ENGINE, file)
+
+    def put_engine(self, file: str, name: str) -> None:
+        """Store the name of the engine in a file; errors of the disk are ignored."""
+        with self._lock, suppress(sqlite3.Error):
+            self._db.execute("INSERT OR REPLACE INTO engines VALUES (?, ?)", (file, name))
+
+    def _value(self, query: str, key: str) -> str | None:
+        with self._lock, suppress(sqlite3.Error):
+            row = self._db.execute(query, (key,)).fetchone()
+            return None if row is None else str(row[0])
+        return None
+
+
+def default_path() -> Path:
+    """`keel/stockfish.sqlite` in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "keel" / "stockfish.sqlite"
 
 
 @dataclass(frozen=True)
@@ -52,7 +114,7 @@ class StockfishOptions:
 
 @dataclass(frozen=True)
 class Query:
-    """A position to analyse, and the only moves to look at (none: all of them)."""
+    """A position to analyse, and the moves to consider (empty: all)."""
 
     fen: str
     moves: tuple[str, ...] = ()
@@ -82,14 +144,14 @@ def engine_options(options: Mapping[str, Any] | StockfishOptions | None) -> Stoc
 
 
 def find_engine(path: str | None = None) -> str:
-    """The engine's program: the one given, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual path."""
+    """The engine's program: the configured one, `KEEL_STOCKFISH`, `stockfish` on PATH, or a usual path."""
     configured = path or os.environ.get("KEEL_STOCKFISH")
     if configured:
         program = shutil.which(os.path.expanduser(configured))
         if program is None:
             where = "task.engine.path" if path else "KEEL_STOCKFISH"
             raise KeelError(
-                f"{where} is {configured}, which is not a program: install it with {INSTALL}, or name another"
+                f"{where} is {configured}, which is not a program: install it with {INSTALL}, or give another path"
             )
         return program
     program = shutil.which("stockfish") or next(
@@ -105,7 +167,7 @@ def find_engine(path: str | None = None) -> str:
 def pawns_of(score: chess.engine.Score) -> float:
     """A score in pawns: centipawns / 100 within ±50, mate in n moves as ±(100 − min(n, 49)).
 
-    A shorter mate is worth more, any mate more than any other score, and being mated the reverse.
+    A shorter mate has a higher score, and any mate a higher one than other evaluations; for being mated, the reverse.
     """
     mate = score.mate()
     if mate is None:
@@ -154,7 +216,7 @@ class EnginePool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """The running processes."""
         return [transport.get_pid() for transport, _ in list(self._engines)]
 
     def close(self) -> None:
@@ -181,9 +243,9 @@ class EnginePool:
                 if engine is None:
                     engine = await self._start()
                 lines = await self._answer(engine[1], query)
-            except KeelError:  # what the user asked of it: no new process would do it
+            except KeelError:  # an invalid option, which a new process would refuse too
                 raise
-            except Exception as error:  # an engine that breaks may break anything between it and here
+            except Exception as error:  # a broken engine may cause any error in python-chess
                 timed_out = isinstance(error, TimeoutError)
                 self.counts["timed_out" if timed_out else "crashed"] += 1
                 self._drop(engine)
@@ -226,7 +288,7 @@ class EnginePool:
             engine[0].close()
 
     async def _answer(self, protocol: Any, query: Query) -> Lines:
-        """The search, unless time is over or the process ends first, which python-chess does not always notice."""
+        """The search; raises after the time limit or if the process ends, which python-chess does not always detect."""
         search = asyncio.ensure_future(self._search(protocol, query))
         limit = self.options.timeout_s
         done, _ = await asyncio.wait({search, protocol.returncode}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
@@ -262,7 +324,7 @@ class EnginePool:
     # --------------------------------------------------------------------------------------------------- outside
 
     def _identify(self) -> str:
-        """The engine's name and version, asked of the program once and remembered with the file's size and time."""
+        """The engine's name and version, cached by the file's size and time."""
         real = Path(self.path).resolve()
         stat = real.stat()
         file = f"{real}|{stat.st_size}|{stat.st_mtime_ns}"
@@ -281,7 +343,7 @@ class EnginePool:
         return name
 
     async def _first_start(self) -> Any:
-        """The first process, started again where one ends at once; what is never an engine is named."""
+        """Start the first process, again if it ends at once; raises an error if the program is not an engine."""
         while True:
             try:
                 return await self._start()
@@ -302,10 +364,10 @@ class EnginePool:
         return f"{settings}|{query.fen}|{' '.join(sorted(query.moves))}"
 
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        with self._lock:  # several threads may ask at the same time
+        with self._lock:  # several threads may analyse at the same time
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._loop.set_exception_handler(lambda loop, context: None)  # what fails is counted where it is asked
+                self._loop.set_exception_handler(lambda loop, context: None)  # failures are counted by the caller
                 threading.Thread(target=self._loop.run_forever, name="keel-stockfish", daemon=True).start()
                 atexit.register(self.close)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -313,5 +375,5 @@ class EnginePool:
 
 @lru_cache(maxsize=8)
 def pool_of(options: StockfishOptions) -> EnginePool:
-    """The pool of these options, shared by all tasks of this process."""
+    """The pool with these options, shared by all tasks of this process."""
     return EnginePool(options)

@@ -1,4 +1,4 @@
-"""`chess_env` (A:): be the environment. Given a position and a move, say what the rules say."""
+"""`chess_env` (A:): predict the environment's answer to a move in a position."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.recipes.chess.data import ChessRow
-from keel.recipes.chess.format import HISTORY, Verdict, env_completion, env_prompt, read_env, read_env_row
-from keel.recipes.chess.notation import is_real, require_uci
+from keel.recipes.chess.format import (
+    HISTORY,
+    StepResult,
+    env_completion,
+    env_prompt,
+    is_real,
+    read_env,
+    read_env_row,
+    require_uci,
+)
 from keel.recipes.chess.positions import Position, any_move, games_of
 from keel.recipes.chess.rewards import env_reward
 from keel.recipes.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
@@ -24,18 +32,18 @@ PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "fen_progress", "
 
 @dataclass(frozen=True)
 class EnvGrader(ChessGrader):
-    """Grades A: answers by the rules; `answer` of a problem is the true verdict's four fields."""
+    """Grade A: answers by the rules; a problem's `answer` has the four fields of the correct result."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def gold(self, problem: Problem) -> str:
-        return env_completion(Verdict(*problem.answer))
+        return env_completion(StepResult(*problem.answer))
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        return env_reward(read_env(text), Verdict(*problem.answer), problem.info["fen"], **self.options)
+        return env_reward(read_env(text), StepResult(*problem.answer), problem.info["fen"], **self.options)
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Means of the parts, and `legal`: the share of answers whose FEN some legal move leads to, or is right."""
+        """Means of the parts, and `legal`: the fraction of answers whose FEN is correct or follows a legal move."""
         legal: list[bool] = []
         for group in groups:
             possible = next_positions(group.problem.info["fen"]) | {group.problem.answer[0]}
@@ -44,7 +52,7 @@ class EnvGrader(ChessGrader):
 
 
 def env_problem(fen: str, move: str, before: Sequence[str], draws: str, key: str | None = None) -> Problem:
-    """The A: problem of a move after the moves `before` it."""
+    """The A: problem of a move; `before` are the previous moves."""
     outcome = step(fen, move, before, draws)
     verdict = outcome.verdict
     return Problem(
@@ -70,14 +78,14 @@ def chess_env(
     """The task `chess_env`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
     position or from one of at most `pieces` pieces.
 
-    `illegal` is the share of moves that are not legal, `history` how many moves are shown (1: the move alone), `draws`
-    claimed or automatic (see `rules.step`), `system` graduated or binary, `parse` lenient or strict, `malformed` what
-    an unreadable answer earns, `held_out` the share of positions (of data: also of games) kept for evaluation.
+    `illegal` is the fraction of illegal moves, `history` the number of shown moves (1: only the move itself), `draws`
+    claimed or automatic (see `rules.step`), `system` graduated or binary, `parse` lenient or strict, `malformed` the
+    reward of an unreadable answer, `held_out` the fraction of positions (with data: also of games) for evaluation.
     """
     if not isinstance(history, int) or not 1 <= history <= HISTORY:
-        raise KeelError(f"chess history is {history!r}: it must be from 1 (the move alone) to {HISTORY}")
+        raise KeelError(f"chess history is {history!r}: it must be from 1 (only the move itself) to {HISTORY}")
     if not (is_real(illegal) and 0 <= illegal < 1):
-        raise KeelError(f"chess illegal is {illegal!r}: it must be a share from 0 to below 1")
+        raise KeelError(f"chess illegal is {illegal!r}: it must be a fraction from 0 to below 1")
     if draws not in DRAWS:
         raise unknown("chess draws", draws, DRAWS)
     grader = EnvGrader(check_grading(system, parse, malformed))
@@ -97,15 +105,15 @@ def chess_env(
 
 
 def _of_record(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:
-    """A row's problem. The verdict of a text must be the rules' own, or the row would teach what is wrong."""
+    """A row's problem. A text whose result differs from the rules is refused."""
     if record.text is None:
         board_of(record.fen)
         if not record.move:
-            raise KeelError("it has no column 'move': an environment answers to a move")
+            raise KeelError("it has no column 'move', which an A: row needs")
         return env_problem(record.fen, require_uci(record.move), shown(record.history), draws, record.location)
     fen, move, moves, stated = read_env_row(record.text)
     board_of(fen)
     problem = env_problem(fen, move, moves[:-1], draws, record.location)
-    if Verdict(*problem.answer) != stated:
-        raise KeelError(f"the rules say {env_completion(Verdict(*problem.answer))!r}, not {env_completion(stated)!r}")
+    if (true := StepResult(*problem.answer)) != stated:
+        raise KeelError(f"the rules give {env_completion(true)!r}, not {env_completion(stated)!r}")
     return env_problem(fen, move, shown(moves[:-1]), draws, record.location)

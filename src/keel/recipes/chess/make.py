@@ -1,4 +1,4 @@
-"""Rows of training data out of games, each a function of the settings and the game's number alone."""
+"""Generate rows of training data from games; a row depends only on the settings and the game's number."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FULL = {"a": FULL_ENV, "p": FULL_POLICY}
 
 @dataclass(frozen=True)
 class MakeOptions:
-    """What a file of chess rows is made of.
+    """Settings of a file of chess rows.
 
-    `kind` is a, p or both; `games` are taken in turn, at most `plies` moves each. `max_pieces` starts them from a
-    random position of 3 to that many pieces. `nodes` is what an engine spends on a position, both to play and to label.
+    `kind` is a, p or both; the sources in `games` are used in turn, for games of at most `plies` moves. `max_pieces`
+    starts them from a random position of 3 to that many pieces. `nodes` is the engine's search per position.
     `history`, `illegal`, `draws` and `padding` are those of the tasks.
     """
 
@@ -59,21 +59,21 @@ class MakeOptions:
 
 
 def check_options(options: MakeOptions) -> None:
-    """Refuse settings that mean nothing, and an engine or an openings file that is not there, before any work."""
+    """Refuse invalid settings, a missing engine and a missing openings file, before any work."""
     if options.kind not in KINDS:
         raise unknown("--kind", options.kind, KINDS)
     for name in options.games:
         if name not in GAMES:
             raise unknown("--games", name, GAMES)
     if not options.games:
-        raise KeelError(f"--games names none: give some of {', '.join(GAMES)}")
+        raise KeelError(f"--games is empty: give some of {', '.join(GAMES)}")
     if ("openings" in options.games) != (options.openings is not None):
         raise KeelError("--games openings and --openings FILE belong together: give both or neither")
     pieces = options.max_pieces
     if pieces is not None and (not 3 <= pieces <= 12 or "openings" in options.games):
         raise KeelError(f"--max-pieces is {pieces}: it must be from 3 to 12, and openings have 32")
     if not 1 <= options.history <= HISTORY or not 0 <= options.illegal < 1 or options.longest < 1:
-        raise KeelError(f"--history is from 1 to {HISTORY}, --illegal a share from 0 to below 1, --plies at least 1")
+        raise KeelError(f"--history is from 1 to {HISTORY}, --illegal a fraction from 0 to below 1, --plies at least 1")
     padding_of(options.padding)
     if options.openings is not None:
         read_openings(options.openings)
@@ -82,7 +82,7 @@ def check_options(options: MakeOptions) -> None:
 
 
 def shard(options: MakeOptions, number: int) -> list[Item]:
-    """All items of one shard: a second's work, or a game of engines, which is what a kill loses at most."""
+    """All items of one shard: about a second of work, or one game of engines."""
     count = max(1, (PLIES[1] if options.needs_engine else 5 * PLIES[1]) // options.longest)
     games = range(number * count, (number + 1) * count)
     if not options.needs_engine:
@@ -100,7 +100,7 @@ def shard(options: MakeOptions, number: int) -> list[Item]:
 
 
 def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
-    """The positions of one game with their rows ("" for P: where no engine answered), all on one side of the split."""
+    """The positions of one game with their rows ("" for P: if the engine failed), all in the same split."""
     source = options.games[number % len(options.games)]
     name = f"{source}-{options.seed}-{number}"
     rng = seeded_rng("chess data", name)
@@ -112,7 +112,7 @@ def game_items(options: MakeOptions, number: int) -> Iterator[Item]:
             problems.append(("p", _policy(options, ply, lines)))
         rows = [json.dumps({**checked(options, kind, problem), "game": name}) for kind, problem in problems]
         if options.kind != "a" and not lines:
-            rows.append("")  # a row without labels teaches nothing, and is counted
+            rows.append("")  # a row without labels is left out, and counted
         yield identity(ply.position.fen), tuple(rows), held
 
 
@@ -133,7 +133,7 @@ def _labels(options: MakeOptions, plies: Sequence[Ply]) -> Sequence[Lines | None
 
 
 def _environment(options: MakeOptions, ply: Ply, rng: random.Random) -> Problem:
-    """The move that was played, or with the chance `illegal` one that is not legal."""
+    """The move that was played, or with probability `illegal` an illegal one."""
     fen, before = ply.position.fen, ply.position.history
     move = ply.move if rng.random() >= options.illegal else any_move(rng, legal_moves(fen), 1.0)
     return env_problem(fen, move, before[-(options.history - 1) :] if options.history > 1 else (), options.draws)
@@ -145,8 +145,8 @@ def _policy(options: MakeOptions, ply: Ply, lines: Lines) -> Problem:
 
 
 def checked(options: MakeOptions, kind: str, problem: Problem) -> dict[str, str]:
-    """Prompt and completion of a problem, read back from the whole row and graded: a row that does not earn the full
-    reward is an error here, not a lesson."""
+    """Prompt and completion of a problem, parsed again from the whole row and graded: a row must earn the full
+    reward."""
     padding = padding_of(options.padding)
     grader: Any = EnvGrader({"parse": "strict"}) if kind == "a" else PolicyGrader(padding, None, {"parse": "strict"})
     prompt, completion = str(problem.prompt), grader.gold(problem)
@@ -154,10 +154,10 @@ def checked(options: MakeOptions, kind: str, problem: Problem) -> dict[str, str]
     fen = read_env_row(row)[0] if kind == "a" else read_policy_row(row)[0]
     earned = grader.reward(problem, completion).total
     if fen != problem.info["fen"] or abs(earned - FULL[kind]) > 1e-9:
-        raise KeelError(f"the row {row!r} earns {earned}, not {FULL[kind]}: please report this fault of Keel's")
+        raise KeelError(f"the row {row!r} earns {earned}, not {FULL[kind]}: please report this bug in Keel")
     return {"prompt": prompt, "completion": completion}
 
 
 def _pool(options: MakeOptions) -> EnginePool:
-    """One engine a process: processes are what `--jobs` counts."""
+    """The engine of this process, with one worker: `--jobs` counts processes."""
     return pool_of(StockfishOptions(nodes=options.nodes, workers=1))

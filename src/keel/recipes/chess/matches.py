@@ -1,4 +1,4 @@
-"""Whole games between a player of moves and an opponent, many at a time, with PGN of each."""
+"""Play whole games between the model and an opponent, many at a time, with a PGN of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.recipes.chess.engine import EnginePool, Query
 from keel.recipes.chess.rules import fen_of
 from keel.recipes.chess.selfplay import is_over
 
-# The moves of several games at once, in UCI notation; None where there is none to give.
+# Gives the moves of several games in UCI notation; None if there is none.
 Player = Callable[[Sequence["PlayedGame"]], list[str | None]]
 OnFinished = Callable[[int], None]
 SCORES = {True: {"1-0": 1.0, "0-1": 0.0}, False: {"1-0": 0.0, "0-1": 1.0}}
@@ -24,7 +24,7 @@ UNFINISHED = "*"
 
 @dataclass
 class PlayedGame(Episode):
-    """A game against an opponent, from the opening on: `step` takes the model's move and returns the answer to it."""
+    """A game against an opponent after the opening: `step` takes the model's move and returns the opponent's."""
 
     number: int
     model_is_white: bool
@@ -40,14 +40,14 @@ class PlayedGame(Episode):
 
     @property
     def score(self) -> float | None:
-        """The model's: 1, 0.5 or 0; None where the game could not be finished."""
+        """The model's score: 1, 0.5 or 0; None if the game could not be finished."""
         return None if self.result in (None, UNFINISHED) else SCORES[self.model_is_white].get(str(self.result), 0.5)
 
     def step(self, text: str) -> str | None:
-        """The opponent's answer to the model's move, both in UCI notation; None where the game is over.
+        """The opponent's answer to the model's move, both in UCI notation; None if the game is over.
 
-        A move that is not legal, or empty because it could not be read, loses at once. Where the opponent is to move,
-        there is nothing to take.
+        A move that is illegal, or empty because it could not be parsed, loses at once. If it is the opponent's turn,
+        the model's move is ignored.
         """
         if self.models_turn and not self._push(text):
             self.end("0-1" if self.model_is_white else "1-0", f"illegal move {text}" if text else "no readable move")
@@ -57,7 +57,7 @@ class PlayedGame(Episode):
         return self.score or 0.0
 
     def answer(self) -> str | None:
-        """The opponent's move, where it is its turn; a game to which it has none stays unfinished."""
+        """Play the opponent's move if it is its turn; without a move the game stays unfinished."""
         if self.is_over or self.models_turn or self.opponent is None:
             return None
         (move,) = self.opponent([self])
@@ -67,7 +67,7 @@ class PlayedGame(Episode):
 
     @property
     def is_over(self) -> bool:
-        """Whether the game has ended, by the rules or by its length, which is then noted."""
+        """Whether the game has ended by the rules or by its length; stores the reason."""
         if self.result is None and is_over(self.board):
             outcome = self.board.outcome(claim_draw=True)
             reason = "draw" if outcome is None else outcome.termination.name.lower().replace("_", " ")
@@ -80,14 +80,14 @@ class PlayedGame(Episode):
         self.result, self.reason = result, reason
 
     def _push(self, move: str) -> bool:
-        """Make a move, if it is legal."""
+        """Play a move if it is legal."""
         legal = next((candidate for candidate in self.board.legal_moves if candidate.uci() == move), None)
         if legal is not None:
             self.board.push(legal)
         return legal is not None
 
     def pgn(self, model: str, opponent: str) -> str:
-        """The game with its moves and why it ended."""
+        """The PGN of the game, with the reason of its end."""
         game = chess.pgn.Game.from_board(self.board)
         white, black = (model, opponent) if self.model_is_white else (opponent, model)
         game.headers.update({"Event": "keel chess", "Round": str(self.number + 1), "White": white, "Black": black})
@@ -97,7 +97,7 @@ class PlayedGame(Episode):
 
 
 def random_mover(seed: int) -> Player:
-    """Any legal move, by a stream of each game's own."""
+    """A random legal move, from a random stream per game."""
 
     def move(game: PlayedGame) -> str | None:
         rng = seeded_rng("chess", "mover", seed, game.number, len(game.board.move_stack))
@@ -107,7 +107,7 @@ def random_mover(seed: int) -> Player:
 
 
 def engine_mover(pool: EnginePool) -> Player:
-    """The engine's best move; None where no engine answered."""
+    """The engine's best move; None if the engine failed."""
 
     def moves(games: Sequence[PlayedGame]) -> list[str | None]:
         analyses = pool.analyse([Query(fen_of(game.board)) for game in games])
@@ -127,10 +127,10 @@ def play_games(
     at_once: int = 16,
     on_finished: OnFinished | None = None,
 ) -> list[PlayedGame]:
-    """`count` games, the model white in every other one; two in a row begin with the same random moves.
+    """Play `count` games; the model has white in every other one, and each pair starts with the same random moves.
 
-    The opponent answers `at_once` games at the same time. After `max_plies` a game is a draw by length; one whose
-    opponent gave no move stays unfinished, for nobody.
+    The opponent plays `at_once` games at the same time. After `max_plies` a game is a draw. A game whose opponent gave
+    no move stays unfinished and does not count.
     """
     games = [PlayedGame(number, number % 2 == 0, opponent, max_plies) for number in range(count)]
     for game in games:
@@ -147,7 +147,7 @@ def play_games(
 
 
 def tally(games: Sequence[PlayedGame]) -> dict[str, int]:
-    """Wins, draws and losses of the model, forfeits among the losses, and games that were not finished."""
+    """Wins, draws and losses of the model, forfeits (which are also losses), and unfinished games."""
     scores = [game.score for game in games]
     return {
         "games": len(games),

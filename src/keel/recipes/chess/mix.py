@@ -1,4 +1,4 @@
-"""`chess`: play and be the environment, one model for both, mixed by weight."""
+"""`chess`: a mixture of `chess_policy` and `chess_env` for one model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from keel.base.errors import KeelError
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.recipes.chess.env import chess_env
-from keel.recipes.chess.format import HISTORY
-from keel.recipes.chess.notation import is_real
+from keel.recipes.chess.format import HISTORY, is_real
 from keel.recipes.chess.policy import chess_policy
 
 
@@ -30,12 +29,12 @@ def chess(
     malformed: float | None = None,
     held_out: int | float = HELD_OUT_FRACTION,
 ) -> Mixture:
-    """The task `chess`: `environment` is the share of A: problems, the rest are P:.
+    """The task `chess`: `environment` is the fraction of A: problems, the others are P:.
 
     The other parameters are those of `chess_policy` and `chess_env`. In `data`, each of them reads its own rows.
     """
     if not (is_real(environment) and 0 <= environment <= 1):
-        raise KeelError(f"chess environment is {environment!r}: it must be a share from 0 to 1")
+        raise KeelError(f"chess environment is {environment!r}: it must be a fraction from 0 to 1")
     both: dict[str, Any] = {
         "data": data,
         "plies": plies,

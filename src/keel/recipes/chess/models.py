@@ -1,9 +1,9 @@
-"""GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to be trained from nothing.
+"""GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to train from scratch.
 
 `model.name: keel.recipes.chess.models:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be
-downloaded and cuts FENs at odd places. Here every character is a token, and so is what a position and a move are made
-of: a rank with at most one piece, a square of a move. The few pieces of a small model's positions then stand at fixed
-places. The vocabulary has 381 tokens instead of 50,257, which is why the 124M shape has 86 million parameters.
+downloaded and splits FENs irregularly. Here every character is a token, and so are a rank with at most one piece and a
+square of a move, so that ranks have fixed token positions in positions with few pieces. The vocabulary has 381 tokens
+instead of 50,257, which is why the 124M shape has 86 million parameters.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from keel.models.tiny import CHARACTERS, character_tokenizer, random_model
 PIECES = "pnbrqkPNBRQK"
 SQUARES = tuple(file + rank for rank in "12345678" for file in "abcdefgh")
 EMPTY = "8"
-# A rank with one piece: what is empty before it, the piece, what is empty behind it.
+# A rank with one piece: the empty squares before it, the piece, the empty squares after it.
 RANKS = tuple(f"{before or ''}{piece}{7 - before or ''}" for piece in PIECES for before in range(8))
-SIDES = (" w - - ", " b - - ")  # the side to move where nobody may castle and no pawn can be taken in passing
+SIDES = (" w - - ", " b - - ")  # the side to move, without castling rights and en-passant square
 REWARDS = ("0.001", "0.5", "1.0", "-1.0")
 
-GPT2_DROPOUT = 0.1  # of embeddings, attention and residual branches; in effect with `model.dropout: true` only
+GPT2_DROPOUT = 0.1  # dropout of embeddings, attention and residual branches; only with `model.dropout: true`
 
 
 def chess_tokenizer() -> Any:
-    """Characters, and longer tokens where they mean the same everywhere; `decode(encode(x)) == x` as for characters.
+    """A tokenizer of characters and of longer tokens for ranks, squares and rewards; `decode(encode(x)) == x`.
 
-    A prompt and its completion are cut alike apart and joined, because each cut looks no further than the signs that
-    both end in.
+    A prompt and its completion have the same tokens separately and joined, because no token crosses the symbols at
+    which a prompt ends.
     """
     one_of = "|".join(sorted(map(re.escape, RANKS), key=len, reverse=True))
     square = "[a-h][1-8]"
@@ -53,8 +53,8 @@ def llama(
 ) -> tuple[nn.Module, Any]:
     """A Llama of this shape over the chess tokens; equal seeds give equal weights.
 
-    A new position is mostly a copy of the old one at a constant distance, which rotary positions say directly; with
-    learned absolute ones each place has to find its own.
+    A new position is mostly a copy of the old one at a constant distance, which rotary embeddings represent directly;
+    learned absolute embeddings must learn it for each position.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -94,14 +94,15 @@ def gpt2(
 def _common(tokenizer: Any, width: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
-        "initializer_range": 0.02 * (768 / width) ** 0.5,  # GPT-2's 0.02 is for its width; narrower ones start larger
+        "initializer_range": 0.02
+        * (768 / width) ** 0.5,  # GPT-2's 0.02 is for its width; narrower models need a larger one
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
 
 
-# 0.4 million parameters, which learn positions of three pieces in minutes on two cores
+# 0.4 million parameters: learns positions of three pieces in minutes on two cores
 chess_tiny = partial(gpt2, layers=3, width=96, heads=4, positions=512)
 chess_llama = partial(llama, layers=3, width=96, heads=4)  # 0.5 million
 chess_small = partial(gpt2, layers=4, width=160, heads=5, positions=512)  # 1.4 million, for two cores and an hour

@@ -1,4 +1,4 @@
-"""A board as a picture (SVG): what a model says of a position, beside what is true."""
+"""Draw a board (SVG) with the model's answer and the correct one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import chess.svg
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.recipes.chess.format import read_env, read_policy
-from keel.recipes.chess.notation import is_uci
+from keel.recipes.chess.format import is_uci, read_env, read_policy
 from keel.recipes.chess.rules import board_of
 
 SIZE = 240
@@ -16,8 +15,8 @@ RIGHT, WRONG, ENGINE = "#15781b88", "#c0392b99", "#1f5fa888"
 
 
 def answer_picture(problem: Problem, text: str) -> str | None:
-    """The board of an answer: of A: the position that it says follows, squares that are wrong in red; of P: the best
-    move as an arrow, green where it is the engine's too, and the engine's in blue. None where no board can be drawn."""
+    """The board of an answer. A: the answer's position, with wrong squares in red. P: the best move as an arrow, green
+    if it is also the engine's, and otherwise the engine's in blue. None if no board can be drawn."""
     try:
         board = board_of(problem.info["fen"])
     except KeelError:
@@ -55,5 +54,5 @@ def _arrow(move: str, color: str) -> chess.svg.Arrow:
 
 
 def _squares(move: str) -> tuple[chess.Square, chess.Square]:
-    """From and to, which may be one square: a model says what it likes, and e2e2 is drawn as a circle."""
+    """The squares of a move; both may be the same, since a model may write e2e2, which is drawn as a circle."""
     return chess.parse_square(move[:2]), chess.parse_square(move[2:4])

@@ -92,7 +92,7 @@ def play(
 
 
 def _opponent(opponent: str, nodes: int, seed: int) -> tuple[Any, str, int]:
-    """The player, its name, and how many games it answers at the same time."""
+    """The opponent, its name, and the number of games that it plays at the same time."""
     from keel.recipes.chess import matches
 
     if opponent == "random":
@@ -113,14 +113,14 @@ def _model(
     max_tokens: int,
     seed: int,
 ) -> Iterator[tuple[Any, str]]:
-    """The model as a player: one P: prompt a game and move, all games at once."""
+    """The model as a player: one P: prompt per game and move, for all games at once."""
     from keel.recipes.chess.format import padding_of, read_policy
     from keel.recipes.chess.policy import policy_problem
     from keel.recipes.chess.rules import fen_of
     from keel.rollout import Request, SamplingParams
     from keel.rollout.registry import build_engine
-    from keel.run.build import build_renderer
     from keel.run.model_ref import resolve_model
+    from keel.run.tasks import build_renderer
 
     widths = padding_of(padding)
     model_ref = resolve_model(source, overrides, checkpoint)

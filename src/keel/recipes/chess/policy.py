@@ -1,4 +1,4 @@
-"""`chess_policy` (P:): play. Given a position, name five moves, what each is worth, and the best."""
+"""`chess_policy` (P:): given a position, name five moves, their evaluations, and the best move."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from keel.recipes.chess.task import ChessGrader, ChessTask, check_grading, mate_
 
 PARTS = ("parsed", "structure", "legal", "legal5", "best_legal", "top5", "best", "eval", "content", "unavailable")
 _RENAMED = {"best": "top1", "legal": "moves_legal", "best_legal": "legal_move_rate"}
-DRAWS = 3  # of other positions where an engine labelled none, before the run stops
-MOST_LOSS = 10.0  # pawns: a mate that was missed counts like this
+DRAWS = 3  # draws of positions without any label before the run stops
+MOST_LOSS = 10.0  # pawns: the largest loss of a move, such as a missed mate
 
 
 @dataclass(frozen=True)
 class PolicyGrader(ChessGrader):
-    """Grades P: answers by the engine's lines, which are in a problem's info; None there is `unavailable`."""
+    """Grade P: answers by the engine's lines in a problem's info; None there means `unavailable`."""
 
     padding: Padding = PADDINGS["source"]
     engine: StockfishOptions | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def gold(self, problem: Problem) -> str:
-        """The engine's own moves, shuffled by a stream of the position's."""
+        """The engine's moves, shuffled by the position's random stream."""
         lines = list(self._lines(problem) or ())
         if not lines:
-            raise KeelError(f"the position {problem.info['fen']!r} has no labels: the engine could not be asked")
+            raise KeelError(f"the position {problem.info['fen']!r} has no labels, because the engine failed")
         best = lines[0][0]
         seeded_rng("chess shuffle", problem.info["fen"]).shuffle(lines)
         moves, values = zip(*lines, strict=True)
@@ -59,7 +59,7 @@ class PolicyGrader(ChessGrader):
         return policy_reward(answer, legal_moves(problem.info["fen"]), self._lines(problem), **self.options)
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Means of the parts, and the mean centipawn loss of the best moves that are legal."""
+        """Means of the parts, and the mean centipawn loss of the legal best moves."""
         means = part_means(groups, PARTS, self.reward)
         metrics = {_RENAMED.get(name, name): value for name, value in means.items()}
         losses = self._losses(groups)
@@ -69,14 +69,14 @@ class PolicyGrader(ChessGrader):
         return {**metrics, **self.counters()}
 
     def counters(self) -> Mapping[str, float]:
-        """How often the engine failed since this process began."""
+        """The number of failures of the engine in this process."""
         if self.engine is None:
             return {}
         counts = pool_of(self.engine).counts
         return {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
 
     def _losses(self, groups: Sequence[Group]) -> list[float]:
-        """Pawns lost by each legal best move: best score − its score, which is asked for where it is not a label."""
+        """Pawns lost by each legal best move: best score − its score, from the engine if it is not a label."""
         played = [
             (group.problem, read_policy(c.text, self.padding).best) for group in groups for c in group.completions
         ]
@@ -103,27 +103,27 @@ class PolicyGrader(ChessGrader):
 
 @dataclass(frozen=True)
 class EngineLabelled(TaskWrapper):
-    """Problems with the engine's lines in their info; those that bring labels of their own keep them."""
+    """Problems with the engine's lines in their info; existing labels are kept."""
 
     inner: Task
     engine: StockfishOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """As many as asked for: one that no engine could label is replaced by another of the batch, used twice."""
-        # the seed's offset is no other draw's: other positions, and the same ones each time
+        """`count` problems; one without a label is replaced by a second copy of another problem of the batch."""
+        # an offset of the seed that no other draw has, so that positions are new but reproducible
         draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []
         again = ((labelled[i % len(labelled)], i) for i in range(count - len(labelled)))
         return [*labelled, *(replace(problem, key=f"{problem.key}#again{i}") for problem, i in again)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """Those of a fixed set that an engine labelled; of the positions behind it where that is none."""
+        """The labelled problems of a fixed set; if there are none, of further positions."""
         draws = (self.inner.held_out(count * (draw + 1), seed=seed)[count * draw :] for draw in range(DRAWS))
         return self._first_labelled(draws) if count else []
 
     def _first_labelled(self, draws: Iterable[list[Problem]]) -> list[Problem]:
-        """What could be labelled of the first draw that has any: a position may break an engine, several draws in a
-        row are an engine that is broken."""
+        """The labelled problems of the first draw with any. A position may crash an engine; several draws without a
+        label mean that the engine is broken."""
         tried = 0
         for problems in draws:
             labelled = self._label(problems)
@@ -137,7 +137,7 @@ class EngineLabelled(TaskWrapper):
         )
 
     def _label(self, problems: list[Problem]) -> list[Problem]:
-        """The problems with their lines, without those that are unavailable; the pool counts these."""
+        """The problems with their lines, without unavailable ones, which the pool counts."""
         unlabelled = [p for p in problems if "lines" not in p.info]
         answers = pool_of(self.engine).analyse([Query(p.info["fen"]) for p in unlabelled])
         lines = {p.key: line for p, line in zip(unlabelled, answers, strict=True)}
@@ -164,8 +164,8 @@ def chess_policy(
     """The task `chess_policy`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
     position or from one of at most `pieces` pieces.
 
-    Labels are those of the data's P: rows, or else the engine's (`engine`: see `StockfishOptions`), looked for at
-    once. `padding` is source (90, 30 and 40 characters) or none; the other parameters are those of `chess_env`.
+    Labels are those of the data's P: rows, or else the engine's (`engine`: see `StockfishOptions`), which must be
+    installed. `padding` is source (90, 30 and 40 characters) or none; the other parameters are those of `chess_env`.
     """
     options = check_grading(system, parse, malformed)
     widths, chosen = padding_of(padding), engine_options(engine)
@@ -184,8 +184,8 @@ def chess_policy(
 
 
 def _of_record(record: ChessRow, padding: Padding) -> Problem:
-    """A row's problem, with the labels of its text; a label that is no legal move, or a best move that has not the
-    highest evaluation, is refused."""
+    """A row's problem with the labels of its text; illegal moves, and a best move without the highest evaluation, are
+    refused."""
     fen, lines = record.fen, None
     if record.text is not None:
         fen, labels = read_policy_row(record.text)
@@ -198,6 +198,8 @@ def _of_record(record: ChessRow, padding: Padding) -> Problem:
     if wrong is not None:
         raise KeelError(f"the move {wrong} is not legal in {fen!r}")
     if lines and lines[0][1] < max(value for _, value in lines):
-        raise KeelError(f"the best move {lines[0][0]} has not the highest evaluation: they are for the side to move")
+        raise KeelError(
+            f"the best move {lines[0][0]} does not have the highest evaluation: evaluations are for the side to move"
+        )
     problem = policy_problem(fen, padding, record.location)
     return replace(problem, info={**problem.info, "lines": tuple(lines)}) if lines else problem

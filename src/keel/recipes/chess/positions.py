@@ -1,4 +1,4 @@
-"""Positions to ask about: out of seeded random legal games, from the start or from a few pieces on the board."""
+"""Random positions from seeded legal games, from the starting position or from a few pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SQUARES = [chess.square_name(square) for square in chess.SQUARES]
 
 @dataclass(frozen=True)
 class Position:
-    """A position and the moves that led to it, at most nine, the latest last."""
+    """A position and the last moves before it (at most nine), in order."""
 
     fen: str
     history: tuple[str, ...] = ()
@@ -28,14 +28,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Games:
-    """Random legal games: `plies` moves (from, to) out of the starting position, or out of a random position with 3
-    to `pieces` pieces."""
+    """Random legal games of `plies` moves (from, to), from the starting position or from a random position with 3 to
+    `pieces` pieces."""
 
     plies: tuple[int, int] = PLIES
     pieces: int | None = None
 
     def draw(self, rng: random.Random, accept: Callable[[str], bool] = lambda identity: True) -> Position:
-        """A position that can be played on and is wanted: if the game's is not, the game goes on, or another begins."""
+        """A playable position that `wanted` accepts: otherwise the game continues, or a new one starts."""
         for _ in range(_MAX_GAMES):
             board = self._start(rng)
             plies = rng.randint(*self.plies)
@@ -48,14 +48,14 @@ class Games:
                 if len(board.move_stack) >= self.plies[1]:
                     break
                 board.push(rng.choice(list(board.legal_moves)))
-        raise KeelError(f"{_MAX_GAMES} random games had no position to ask about: widen plies, which is {self.plies}")
+        raise KeelError(f"{_MAX_GAMES} random games had no suitable position: widen plies, which is {self.plies}")
 
     def _start(self, rng: random.Random) -> chess.Board:
         return chess.Board() if self.pieces is None else few_pieces(rng, rng.randint(3, self.pieces))
 
 
 def few_pieces(rng: random.Random, count: int) -> chess.Board:
-    """A valid position of two kings and `count` − 2 other pieces at random, without rights to castle."""
+    """A random valid position of two kings and `count` − 2 other pieces, without castling rights."""
     while True:
         board = chess.Board(None)
         for number, square in enumerate(rng.sample(range(64), count)):

@@ -1,4 +1,4 @@
-"""`chess_puzzles`: the one right move, out of a file in Lichess' format (columns FEN and Moves)."""
+"""`chess_puzzles`: find the solution of a puzzle, from a file in Lichess' format (columns FEN and Moves)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from keel.recipes.chess.format import (
     policy_completion,
     policy_prompt,
     read_policy,
+    require_uci,
 )
-from keel.recipes.chess.notation import require_uci
 from keel.recipes.chess.rewards import malformed_value
 from keel.recipes.chess.rules import board_of, fen_of, identity, legal_moves, mating_moves
 from keel.recipes.chess.task import ChessGrader, ChessTask, mate_in_one, part_means
 
 COLUMNS = ("FEN", "Moves")
 PARTS = ("parsed", "structure", "best_legal", "correct")
-LEGAL_WORTH = 0.1  # of a legal move that does not solve: a rung below the solution
+LEGAL_WORTH = 0.1  # reward of a legal move that is not the solution
 _RENAMED = {"best_legal": "legal_move_rate", "correct": "puzzle_accuracy"}
 
 
 @dataclass(frozen=True)
 class PuzzleGrader(ChessGrader):
-    """1 for the solution, or for any other mate where it mates; 0.1 for another legal move, 0 for an illegal one, and
-    `malformed` for none."""
+    """1 for the solution (if it is mate, for any mate), 0.1 for another legal move, 0 for an illegal one, and
+    `malformed` without a move."""
 
     padding: Padding = PADDINGS["source"]
     malformed: float = -0.3
@@ -76,7 +76,7 @@ def chess_puzzles(
     """The task `chess_puzzles`: find the move. `path`, or `data.path`, is a file with columns FEN and Moves, where the
     first move is the opponent's and the second the solution.
 
-    `held_out` is the share of puzzles kept for evaluation: all of them, unless some are to be trained on.
+    `held_out` is the fraction of puzzles for evaluation, by default all of them.
     """
     source = source_of(data)
     if (path is None) == (source.path is None):
@@ -84,7 +84,7 @@ def chess_puzzles(
     if not isinstance(path, str | None):
         raise KeelError(f"chess_puzzles path is {path!r}: it must be a file's name")
     if not isinstance(held_out, int | float) or isinstance(held_out, bool) or not 0 < held_out <= 1:
-        raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a share above 0, 1 for all")
+        raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a fraction above 0, 1 for all")
     widths = padding_of(padding)
     grader = PuzzleGrader(widths, malformed_value("graduated", malformed))
     problems = _read(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
@@ -100,13 +100,13 @@ def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
         raise KeelError(f"{rows.source} has no column {' and '.join(missing)}, which a puzzle needs: it has {columns}")
     puzzles, notes = usable(rows, source, lambda row: _problem(row, padding))
     if not puzzles:
-        raise KeelError(f"{rows.source} holds no puzzle: give rows with FEN and Moves")
+        raise KeelError(f"{rows.source} has no puzzles: give rows with FEN and Moves")
     positions = [identity(puzzle.info["fen"]) for puzzle in puzzles]
     chosen = split_held_out(positions, share)
     held = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position in chosen)
     train = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position not in chosen)
     if share < 1:
-        evaluate = ", or held_out=1 to evaluate alone"
+        evaluate = ", or held_out=1 for evaluation only"
         distinct = len(set(positions))
         check_split(rows.source, len(puzzles), len(train), len(held), distinct=distinct, more=evaluate)
     summary = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
@@ -115,7 +115,7 @@ def _read(source: SourceOptions, padding: Padding, share: float) -> Dataset:
 
 @dataclass(frozen=True)
 class OnlyHeldOut(TaskWrapper):
-    """Puzzles that are all for evaluation."""
+    """Puzzles that are all held out."""
 
     inner: Task
     evaluation_only = True
@@ -131,7 +131,7 @@ def _problem(row: DataRow, padding: Padding) -> Problem:
     board = board_of(fen.strip())
     line = [require_uci(move) for move in moves.split()]
     if len(line) < 2:
-        raise KeelError(f"Moves is {moves!r}: the opponent's move and the answer are two at least")
+        raise KeelError(f"Moves is {moves!r}: it must have at least the opponent's move and the answer")
     for move in line[:2]:
         if chess.Move.from_uci(move) not in board.legal_moves:
             raise KeelError(f"the move {move} is not legal in {fen_of(board)!r}")

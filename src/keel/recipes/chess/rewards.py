@@ -1,7 +1,7 @@
 """Rewards of chess answers: graduated (default) or binary, with named parts.
 
-An answer that cannot be parsed, or an empty one, earns the lowest value, `malformed`. Answers that need no chess
-(format alone, a copy of the prompt, one guess for every position) earn little more than 0.
+An answer that cannot be parsed, or an empty one, earns the lowest value, `malformed`. Answers that do not depend on
+the position (format alone, a copy of the prompt, one guess for all) earn little more than 0.
 """
 
 from __future__ import annotations
@@ -11,55 +11,54 @@ from statistics import fmean
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Reward
-from keel.recipes.chess.format import LINES, EnvAnswer, PolicyAnswer, Verdict
-from keel.recipes.chess.notation import is_real
+from keel.recipes.chess.format import LINES, EnvAnswer, PolicyAnswer, StepResult, is_real
 
-SYSTEMS = {"graduated": -0.3, "binary": -1.0}  # and what a malformed answer earns
-# P:, in full 1: above 0 form is worth 0.01, legality 0.29, quality 0.7. From malformed (−0.3) to form alone it is 0.31.
+SYSTEMS = {"graduated": -0.3, "binary": -1.0}  # reward systems, with the reward of a malformed answer
+# P: at most 1. Form is worth 0.01, legality 0.29, quality 0.7. The step from malformed (−0.3) to form alone is 0.31.
 POLICY_WORTH = {"structure": 0.01, "legal5": 0.19, "best_legal": 0.1, "top5": 0.2, "best": 0.3, "eval": 0.2}
-QUALITY = ("top5", "best", "eval")  # what only an engine can judge
+QUALITY = ("top5", "best", "eval")  # parts that need an engine
 FULL_POLICY = 1.0
 EVALUATION_TOLERANCE = 1.0  # pawns
 CENTIPAWN = 0.01
-# A:, in full 1.5
+# A: at most 1.5
 STRUCTURE, FEN_EXACT, FEN_PROGRESS, FEN_NEAR, REWARD_VALUE, FLAGS = 0.1, 1.0, 0.45, 0.05, 0.3, 0.1
 FULL_ENV = STRUCTURE + FEN_EXACT + REWARD_VALUE + FLAGS
-PLACEMENT_WEIGHT = 0.75  # of a FEN's similarity; the five other fields have 0.05 each
-MOVE_SQUARES = 2  # that a move changes at least: where from and where to
+PLACEMENT_WEIGHT = 0.75  # weight of the pieces in a FEN's similarity; the five other fields have 0.05 each
+MOVE_SQUARES = 2  # minimum number of squares that a move changes
 _CLOSE = 1e-6
 
 Lines = Sequence[tuple[str, float]]  # moves with their evaluations in pawns, best first
 
 
 def malformed_value(system: str, malformed: float | None = None) -> float:
-    """What a malformed answer earns under a system, or the user's own value for it."""
+    """The reward of a malformed answer: the system's, or the user's."""
     if not isinstance(system, str) or system not in SYSTEMS:
         raise unknown("chess reward system", system, SYSTEMS)
     if malformed is None:
         return SYSTEMS[system]
     if not is_real(malformed) or malformed >= 0:
         raise KeelError(
-            f"chess malformed is {malformed!r}: it must be a number below 0, or a malformed answer would pay"
+            f"chess malformed is {malformed!r}: it must be a number below 0, so that malformed answers earn least"
         )
     return float(malformed)
 
 
 def fen_similarity(fen: str, other: str) -> float:
-    """How alike two FENs are, in [0, 1], symmetric, 1 only for equal ones.
+    """The similarity of two FENs, in [0, 1], symmetric, 1 only for equal ones.
 
-    0.75 × the share of squares with the same piece, among squares that are occupied in either, + 0.05 for each of
+    0.75 × the fraction of squares with the same piece, among squares that are occupied in either, + 0.05 for each of
     the other five fields that is equal.
     """
     pairs = [(a, b) for a, b in _square_pairs(fen, other) if a != "." or b != "."]
     return _weighed(fmean(a == b for a, b in pairs) if pairs else 1.0, fen, other)
 
 
-def fen_progress(fen: str, truth: Verdict, before: str) -> float:
-    """How much of the way from the position `before` a move to the one behind it an answer's FEN has gone, in [0, 1].
+def fen_progress(fen: str, truth: StepResult, before: str) -> float:
+    """The progress of an answer's FEN from the position `before` a move to the position after it, in [0, 1].
 
-    (1 − wrong squares / squares that the move changes, at least 0) × (0.75 + 0.05 for each other field that is right):
-    0 for a copy of `before` whatever its counters say, 1 for the right FEN alone. An illegal move changes nothing; an
-    answer is then measured against a move's two squares.
+    (1 − wrong squares / squares that the move changes, at least 0) × (0.75 + 0.05 for each other correct field): 0 for
+    a copy of `before` with any counters, 1 only for the correct FEN. An illegal move changes nothing; the number of
+    changed squares then counts as two.
     """
     wrong = sum(a != b for a, b in _square_pairs(fen, truth.fen))
     changed = sum(a != b for a, b in _square_pairs(before, truth.fen))
@@ -76,11 +75,11 @@ def policy_reward(
     parse: str = "lenient",
     malformed: float | None = None,
 ) -> Reward:
-    """The reward of a P: answer against the engine's `lines`; None: the engine could not be asked (`unavailable`).
+    """The reward of a P: answer by the engine's `lines`; None if the engine failed (`unavailable`).
 
-    Graduated: Σ worth × part (`POLICY_WORTH`), so a part that rises never costs anything. Binary: 1 where the best move
-    is right, 0 where it is wrong, the cliff where the structure is. Without lines nothing is paid for quality, nor
-    scaled up for it: form and legality earn what they always do, and there is no part `correct`.
+    Graduated: Σ worth × part (`POLICY_WORTH`), which rises with every part. Binary: 1 if the best move is correct, 0 if
+    not, `malformed` if the structure is invalid. Without lines, quality earns nothing, form and legality earn the same
+    as otherwise, and there is no part `correct`.
     """
     readable = answer.parsed and (parse == "lenient" or answer.exact)
     shown = answer.moves if readable else ()
@@ -105,20 +104,20 @@ def policy_reward(
 
 
 def legal_of_five(moves: Sequence[str], legal: Sequence[str]) -> float:
-    """Different legal moves, of the five asked for (fewer where fewer are legal), or of as many as stand there.
+    """Distinct legal moves as a fraction of five (fewer if fewer are legal), or of the listed moves if more.
 
-    A short list, a move that stands twice and a list without an end all lose by it.
+    Short lists, repeated moves and endless lists therefore earn less.
     """
     wanted = min(LINES, len(legal))
     return min(wanted, len(set(moves) & set(legal))) / max(wanted, len(moves), 1)
 
 
 def content_parts(answer: PolicyAnswer, lines: Lines) -> dict[str, float]:
-    """How good a P: answer is: `top5`, `best` and `eval`, each in [0, 1], and their mean `content`.
+    """The quality of a P: answer: `top5`, `best` and `eval`, each in [0, 1], and their mean `content`.
 
-    `top5` is the share of the engine's moves that are among the first five of the answer, `best` whether the best move
-    has the highest score of them (several may share it), `eval` the mean closeness of the evaluations that stand beside
-    the engine's moves there, 0 where none does.
+    `top5` is the fraction of the engine's moves among the first five of the answer, `best` is whether the best move has
+    the highest score (several moves may have it), `eval` is the mean closeness of the evaluations of the engine's moves
+    in the answer, 0 if it has none of them.
     """
     scores = dict(lines)
     moves = answer.moves[:LINES]
@@ -130,9 +129,9 @@ def content_parts(answer: PolicyAnswer, lines: Lines) -> dict[str, float]:
 
 
 def closeness(stated: float, value: float) -> float:
-    """1 for the evaluation itself, falling to 0 at one pawn's distance, or at 0.00 where that is nearer.
+    """The closeness of an evaluation: 1 if equal, falling to 0 at a distance of one pawn, or at 0.00 if nearer.
 
-    So 0.00 everywhere earns nothing but where it is true, and 0.01 everywhere hardly more.
+    A constant guess of 0.00 therefore earns only where it is true, and 0.01 hardly more.
     """
     reach = max(CENTIPAWN, min(EVALUATION_TOLERANCE, abs(value)))
     return max(0.0, 1 - abs(stated - value) / reach)
@@ -140,7 +139,7 @@ def closeness(stated: float, value: float) -> float:
 
 def env_reward(
     answer: EnvAnswer,
-    truth: Verdict,
+    truth: StepResult,
     before: str,
     *,
     system: str = "graduated",
@@ -150,9 +149,9 @@ def env_reward(
     """The reward of an A: answer to a move in the position `before`.
 
     Graduated: 0.1 structure + 1.0 for the exact FEN (else 0.45 × progress + 0.05 × similarity) + progress ×
-    (0.3 × max(0, 1 − |Δreward|) + 0.1 where both flags are right): 1.5 in full. After an illegal move the right FEN is
-    a copy and the flags are the news: without them there is no progress and no exact FEN. Binary: 1 where all of it is
-    right, 0 where some of it is wrong, the cliff where the structure is.
+    (0.3 × max(0, 1 − |Δreward|) + 0.1 if both flags are correct): at most 1.5. After an illegal move the correct FEN is
+    a copy: progress and the exact FEN then also need correct flags. Binary: 1 if everything is correct, 0 if not,
+    `malformed` if the structure is invalid.
     """
     readable = answer.parsed and (parse == "lenient" or answer.exact)
     fen = answer.fen if readable else None
@@ -182,7 +181,7 @@ def env_reward(
 
 
 def _weighed(placement: float, fen: str, other: str) -> float:
-    """0.75 × how well the pieces stand + 0.05 for each of the other five fields that is equal."""
+    """0.75 × the score of the pieces + 0.05 for each of the other five fields that is equal."""
     same = sum(a == b for a, b in zip(fen.split(" ")[1:], other.split(" ")[1:], strict=True))
     return PLACEMENT_WEIGHT * placement + (1 - PLACEMENT_WEIGHT) / 5 * same
 
@@ -192,5 +191,5 @@ def _square_pairs(fen: str, other: str) -> list[tuple[str, str]]:
 
 
 def _squares(placement: str) -> str:
-    """64 characters from a8 to h1, a dot where no piece stands."""
+    """64 characters from a8 to h1, with a dot for an empty square."""
     return "".join("." * int(c) if c.isdigit() else c for c in placement if c != "/")

@@ -1,4 +1,4 @@
-"""What is true in chess, by python-chess: the environment's answer to a move, as a function of the A: prompt alone."""
+"""The rules of chess, by python-chess: the environment's answer to a move, as a function of the A: prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from functools import lru_cache
 import chess
 
 from keel.base.errors import KeelError, unknown
-from keel.recipes.chess.format import HISTORY, Verdict
-from keel.recipes.chess.notation import fen_fault
+from keel.recipes.chess.format import HISTORY, StepResult, fen_fault
 
 LEGAL, WIN, DRAW, ILLEGAL = 0.001, 1.0, 0.5, -1.0
 DRAWS = ("claimed", "automatic")
@@ -19,18 +18,18 @@ _HOMES = {chess.E1, chess.A1, chess.H1, chess.E8, chess.A8, chess.H8}
 
 @dataclass(frozen=True)
 class MoveOutcome:
-    """A verdict and why: legal, checkmate, stalemate, insufficient material, fifty moves, repetition or illegal."""
+    """A result and its reason: legal, checkmate, stalemate, insufficient material, fifty moves, repetition, illegal."""
 
-    verdict: Verdict
+    verdict: StepResult
     reason: str
 
 
 def board_of(fen: str) -> chess.Board:
-    """The position, or a KeelError that names what is wrong: its form, or that no game can go on from it."""
+    """The position of a FEN; a KeelError if the form is invalid or the position is not playable."""
     return _valid_board(fen).copy(stack=False)
 
 
-@lru_cache(maxsize=256)  # a position is asked about several times in a row
+@lru_cache(maxsize=256)  # the same position is often needed several times in a row
 def _valid_board(fen: str) -> chess.Board:
     fault = fen_fault(fen)
     if fault is None:
@@ -43,18 +42,18 @@ def _valid_board(fen: str) -> chess.Board:
 
 
 def fen_of(board: chess.Board) -> str:
-    """The FEN as it is written everywhere here: an en-passant square only where such a capture is legal."""
+    """The FEN in the form used here: with an en-passant square only if such a capture is legal."""
     return board.fen(en_passant="legal")
 
 
 @lru_cache(maxsize=4096)
 def legal_moves(fen: str) -> tuple[str, ...]:
-    """The legal moves in UCI notation, castling as the king's own move (e1g1), sorted."""
+    """The legal moves in UCI notation, sorted; castling is the king's move (e1g1)."""
     return tuple(sorted(move.uci() for move in board_of(fen).legal_moves))
 
 
 def next_positions(fen: str) -> frozenset[str]:
-    """The FENs that a legal move leads to."""
+    """The FENs after each legal move."""
     board = board_of(fen)
     fens: set[str] = set()
     for move in list(board.legal_moves):
@@ -65,7 +64,7 @@ def next_positions(fen: str) -> frozenset[str]:
 
 
 def mating_moves(fen: str) -> tuple[str, ...]:
-    """The moves that mate at once, by the rules."""
+    """The moves that give checkmate."""
     board = board_of(fen)
     mates = []
     for move in legal_moves(fen):
@@ -77,7 +76,7 @@ def mating_moves(fen: str) -> tuple[str, ...]:
 
 
 def identity(fen: str) -> str:
-    """What makes two FENs the same position: everything but the counters."""
+    """The identity of a position: its FEN without the counters."""
     return " ".join(fen.split(" ")[:4])
 
 
@@ -85,16 +84,16 @@ def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed
     """The environment's answer to `move` in `fen`; `history` are the moves before it, the latest last.
 
     The mover earns 1.0 for checkmate, 0.5 for a draw that ends the game, 0.001 for any other legal move. An illegal
-    move (also one of the other side, or a promotion without its piece) earns −1.0 with `truncated`, and the position
-    stays as it was. `draws: claimed` ends the game at the third repetition and after fifty moves, `automatic` at 75
-    moves. Checkmate comes first. Repetition is decided within the moves of the prompt (see `occurrences`), which are
-    too few to show a fifth.
+    move (also one of the other side, or a promotion without its piece) earns −1.0 with `truncated`, and the position is
+    unchanged. `draws: claimed` ends the game at the third repetition and after fifty moves, `automatic` after 75 moves.
+    Checkmate has priority. Repetitions are counted within the prompt's moves (see `occurrences`), which are too few for
+    a fifth one.
     """
     if draws not in DRAWS:
         raise unknown("chess draws", draws, DRAWS)
     board = board_of(fen)
     if move not in legal_moves(fen):
-        return MoveOutcome(Verdict(fen, ILLEGAL, False, True), "illegal")
+        return MoveOutcome(StepResult(fen, ILLEGAL, False, True), "illegal")
     before = board.copy()
     board.push_uci(move)
     after = fen_of(board)
@@ -102,7 +101,7 @@ def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed
     if reason == "legal" and draws == "claimed" and occurrences(before, move, history) >= 3:
         reason = "repetition"
     reward = {"legal": LEGAL, "checkmate": WIN}.get(reason, DRAW)
-    return MoveOutcome(Verdict(after, reward, reason != "legal", False), reason)
+    return MoveOutcome(StepResult(after, reward, reason != "legal", False), reason)
 
 
 def _end(board: chess.Board, draws: str) -> str:
@@ -118,12 +117,12 @@ def _end(board: chess.Board, draws: str) -> str:
 
 
 def occurrences(before: chess.Board, move: str, history: Sequence[str] = ()) -> int:
-    """How often the position after `move` has been there, as far as the moves before prove it; 1 is this once.
+    """The number of occurrences of the position after `move`, including this one, that the previous moves prove.
 
-    The moves are taken back one by one. The counter in the FEN says how many of them were neither captures nor pawn
-    moves; only those can be taken back without guessing, and only they can lead to a repetition. A king or rook that
-    may have lost a right to castle by leaving its home square ends the walk, and so does a first position whose last
-    move is not known, since that decides en passant.
+    The moves are taken back one by one. The FEN's counter gives the number of moves that were neither captures nor pawn
+    moves; only these can be taken back without guessing, and only they can lead to a repetition. The search ends at a
+    move of a king or rook from its home square, which may have lost castling rights, and at a first position whose last
+    move is unknown, since en passant depends on it.
     """
     moves = list(history)[-(HISTORY - 1) :]
     clock, count = before.halfmove_clock, 1
@@ -148,12 +147,12 @@ def occurrences(before: chess.Board, move: str, history: Sequence[str] = ()) -> 
 
 
 def _take_back(board: chess.Board, move: chess.Move, earlier: Sequence[str]) -> bool:
-    """Undo a move that was neither a capture nor a pawn's; False where what was before is not certain."""
+    """Undo a move that was neither a capture nor a pawn move; False if the previous position is not certain."""
     piece = board.piece_at(move.to_square)
     if piece is None or board.piece_at(move.from_square) or piece.color == board.turn or move.promotion:
         raise KeelError(f"the history's move {move.uci()} does not lead to {board.fen()!r}")
     if piece.piece_type == chess.KING and chess.square_distance(move.from_square, move.to_square) > 1:
-        return False  # castling: no position before it can come again
+        return False  # castling: no earlier position can occur again
     at_home = piece.piece_type in (chess.KING, chess.ROOK) and move.from_square in _HOMES
     came_back = any(chess.Move.from_uci(m).to_square == move.from_square for m in earlier)
     if at_home and not came_back:

@@ -1,4 +1,4 @@
-"""Games to take positions from: random legal play, an engine against itself, and lines of an openings file."""
+"""Games as sources of positions: random legal play, engine self-play, and lines of an openings file."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ import chess
 
 from keel.base.errors import KeelError
 from keel.recipes.chess.engine import EnginePool, Query
-from keel.recipes.chess.format import HISTORY
-from keel.recipes.chess.notation import require_uci
+from keel.recipes.chess.format import HISTORY, require_uci
 from keel.recipes.chess.positions import Position
 from keel.recipes.chess.rules import fen_of
 
 LINES_COLUMNS = ("uci", "pgn")
-RANDOM_PLIES = 6  # with which a game of engines begins, or all of them would be one game
-NEAR = 0.5  # pawns: an engine's moves that are this close to its best are drawn from alike
+RANDOM_PLIES = 6  # number of random moves at the start of an engine game, so that games differ
+NEAR = 0.5  # pawns: moves within this distance of the best are chosen with equal probability
 _NO_MOVES = re.compile(r"\{[^}]*\}|;[^\n]*|\[[^]]*\]|\$\d+|(?<![a-h])\d+\.+|[!?]+|1-0|0-1|1/2-1/2|\*")
 _VARIATION = re.compile(r"\([^()]*\)")
 Choose = Callable[[chess.Board], chess.Move | None]
@@ -30,14 +29,14 @@ Choose = Callable[[chess.Board], chess.Move | None]
 
 @dataclass(frozen=True)
 class Ply:
-    """A position of a game and the move that was played in it."""
+    """A position of a game and the move played there."""
 
     position: Position
     move: str
 
 
 def play(board: chess.Board, plies: int, choose: Choose) -> Iterator[Ply]:
-    """A game from `board` on, until it is over, `plies` moves long, or `choose` has no move."""
+    """A game from `board` until it is over, has `plies` moves, or `choose` has no move."""
     while len(board.move_stack) < plies and not is_over(board):
         move = choose(board)
         if move is None:
@@ -48,7 +47,7 @@ def play(board: chess.Board, plies: int, choose: Choose) -> Iterator[Ply]:
 
 
 def is_over(board: chess.Board) -> bool:
-    """Whether a game ends here: mate, stalemate, bare kings, fifty moves, or the third time."""
+    """Whether a game ends here: mate, stalemate, bare kings, fifty moves, or third repetition."""
     return board.is_game_over() or board.halfmove_clock >= 100 or board.is_repetition(3)
 
 
@@ -58,7 +57,7 @@ def at_random(rng: random.Random) -> Choose:
 
 
 def by_engine(rng: random.Random, pool: EnginePool) -> Choose:
-    """A few random moves, then one of the engine's that are near its best; None where no engine answers."""
+    """A few random moves, then one of the engine's moves near its best; None if the engine fails."""
     anything = at_random(rng)
 
     def choose(board: chess.Board) -> chess.Move | None:
@@ -98,7 +97,7 @@ def read_openings(path: str) -> tuple[tuple[str, ...], ...]:
     column = next((name for name in LINES_COLUMNS if name in columns), None)
     if column is None:
         listed = ", ".join(columns) or "none"
-        raise KeelError(f"{path} has no column uci or pgn, which hold an opening's moves: its columns are {listed}")
+        raise KeelError(f"{path} has no column uci or pgn, with an opening's moves: its columns are {listed}")
     lines = []
     for row in reader:
         try:
@@ -106,7 +105,7 @@ def read_openings(path: str) -> tuple[tuple[str, ...], ...]:
         except (ValueError, KeelError) as error:
             raise KeelError(f"{path}, line {reader.line_num}: {str(error) or 'no moves'}") from error
     if not lines:
-        raise KeelError(f"{path} holds no opening: give one a line under its head")
+        raise KeelError(f"{path} has no openings: give one per line below the header")
     return tuple(lines)
 
 
@@ -120,7 +119,7 @@ def _line(text: str, column: str) -> tuple[str, ...]:
             try:
                 board.push_san(san)
             except ValueError as error:
-                raise KeelError(f"the move {san!r} of {text[:40]!r} cannot be played: it is no legal move") from error
+                raise KeelError(f"the move {san!r} of {text[:40]!r} is not legal") from error
     moves = tuple(move.uci() for move in board.move_stack)
     if not moves:
         raise KeelError(f"{text[:40]!r} has no moves")
@@ -128,9 +127,9 @@ def _line(text: str, column: str) -> tuple[str, ...]:
 
 
 def _san_moves(text: str) -> list[str]:
-    """The words of a PGN's moves, without headers, comments, variations, numbers, marks and the result.
+    """The moves of a PGN, without headers, comments, variations, numbers, annotations and the result.
 
-    python-chess skips a word that it cannot read, and the line would be cut there unseen.
+    python-chess silently ends a line at a move that it cannot parse.
     """
     rest, variations = _NO_MOVES.sub(" ", text), 1
     while variations:

@@ -1,4 +1,4 @@
-"""Generate rows in shards, resumable and with the same result for any number of processes.
+"""Generate rows in shards: resumable, and with the same result for any number of processes.
 
 A shard depends only on its number and is written atomically. Rows are merged in shard order, and shards on disk are
 reused, so that an interrupted run that is repeated produces the same files.
@@ -26,15 +26,15 @@ SETTINGS, PARTS = "data.json", "parts"
 FILES = {False: "train.jsonl", True: "held_out.jsonl"}
 _MAX_BARREN = 20  # consecutive shards without new rows before giving up
 
-# What is never repeated, its rows as JSON ("" for one that could not be made), whether they are held out.
+# The item that must be unique, its rows as JSON ("" for one that could not be made), whether they are held out.
 Item = tuple[str, tuple[str, ...], bool]
-Work = Callable[[int], list[Item]]  # a shard's items by its number; sent to other processes
+Work = Callable[[int], list[Item]]  # maps a shard's number to its items; picklable
 OnRows = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """What lies in the folder: rows on each side, duplicates left out, shards, rows that were there already, and those
+    """The contents of the folder: rows of each split, dropped duplicates, shards, rows that existed already, and rows
     that could not be made (`unavailable`)."""
 
     train: int
@@ -48,9 +48,9 @@ class ShardCounts:
 def make_shards(
     out: Path, settings: Mapping[str, Any], work: Work, *, rows: int, jobs: int = 1, on_rows: OnRows | None = None
 ) -> ShardCounts:
-    """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, no item in two places.
+    """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, each item once.
 
-    `settings` are kept in the folder: another start with others is refused, because the result would be neither.
+    `settings` are stored in the folder: continuing with other settings is refused, because the rows would be mixed.
     `on_rows` is called with the number of new rows, those found on disk included.
     """
     full_settings = {**settings, "rows": rows}
@@ -100,7 +100,7 @@ class _Ledger:
         return self.rows - self.count
 
     def take(self, items: Sequence[Item]) -> str:
-        """Keep what is new, as far as there is room; returns the part's text."""
+        """Add new items up to the number of rows; returns the part's text."""
         lines: list[str] = []
         duplicates = unavailable = 0
         for name, rows, held in items:
@@ -115,14 +115,14 @@ class _Ledger:
         return "\n".join([f"{duplicates} {unavailable}", *lines]) + "\n"
 
     def take_back(self, text: str) -> None:
-        """Count a part that an earlier start has written."""
+        """Count a part from an earlier start."""
         counts, *lines = text.splitlines()
         for line in lines:
             self._is_new(line.split("\t", 2)[1])
         self._count(lines, *map(int, counts.split()))
 
     def _is_new(self, name: str) -> bool:
-        digest = blake2b(name.encode(), digest_size=12).digest()  # millions of positions in some hundred megabytes
+        digest = blake2b(name.encode(), digest_size=12).digest()  # millions of positions take some hundred megabytes
         if digest in self.seen:
             return False
         self.seen.add(digest)
@@ -143,7 +143,7 @@ def _part(parts: Path, number: int) -> Path:
 
 
 def _begin(out: Path, full_settings: Mapping[str, Any]) -> ShardCounts | None:
-    """Claim the folder for these settings; what was made where they are finished."""
+    """Claim the folder for these settings; returns the contents if it is already complete."""
     settings = out / SETTINGS
     if settings.exists():
         try:
@@ -168,7 +168,7 @@ def _begin(out: Path, full_settings: Mapping[str, Any]) -> ShardCounts | None:
 
 
 def _finish(out: Path, full_settings: Mapping[str, Any], counts: ShardCounts) -> ShardCounts:
-    """Join the parts into two files, say that they are whole, and let the parts go."""
+    """Join the parts into two files, mark them as complete, and delete the parts."""
     for held, name in FILES.items():
         temporary = out / f"{name}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
@@ -183,7 +183,7 @@ def _finish(out: Path, full_settings: Mapping[str, Any], counts: ShardCounts) ->
 
 @contextmanager
 def _workers(jobs: int) -> Iterator[Callable[[Work, int], Callable[[], list[Item]]]]:
-    """Submits a shard: to this process, or to `jobs` processes, which end with this one however it ends."""
+    """Submit shards to this process, or to `jobs` processes, which exit when this one does."""
     if jobs <= 1:
         yield lambda work, number: lambda: work(number)
         return
@@ -196,7 +196,7 @@ def _workers(jobs: int) -> Iterator[Callable[[Work, int], Callable[[], list[Item
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """End a worker whose parent was killed, which would otherwise wait for work forever."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

@@ -1,4 +1,4 @@
-"""What the chess tasks share: where problems come from, and the shape of a task."""
+"""The base of the chess tasks: sources of problems, graders, and the task class."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keel.recipes.chess.rules import identity, mating_moves
 
 
 class ChessGrader:
-    """Grades answers: the gold one, the reward of a text, metrics over judged groups, and running counts."""
+    """The interface of graders: gold answer, reward of a text, metrics over judged groups, and running counts."""
 
     def gold(self, problem: Problem) -> str:
         raise NotImplementedError
@@ -38,7 +38,7 @@ class ChessGrader:
 
 @dataclass(frozen=True)
 class RandomPositions(Task):
-    """Problems out of a stream of random positions; a hash of the position says which are held out."""
+    """Problems from a stream of random positions; a hash of the position decides which are held out."""
 
     name: str
     games: Games
@@ -65,40 +65,40 @@ class RandomPositions(Task):
 
 @dataclass(frozen=True)
 class ChessTask(TaskWrapper):
-    """One of the chess tasks: `inner` has the problems, of data (`Dataset`) or made (`RandomPositions`)."""
+    """A chess task: `inner` has the problems, from data (`Dataset`) or generated (`RandomPositions`)."""
 
     inner: Task
     grader: ChessGrader
     name: str = "chess"
 
     def gold(self, problem: Problem) -> str:
-        """The true continuation of the prompt."""
+        """The correct completion of the prompt."""
         return self.grader.gold(problem)
 
     def gold_turns(self, problem: Problem) -> list[str]:
         return [self.gold(problem)]
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """What the model's text earns, part by part."""
+        """The reward of the model's text, by part."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Rates over all completions of an evaluation."""
+        """Metrics over all completions of an evaluation."""
         return self.grader.metrics(groups)
 
     def counters(self) -> Mapping[str, float]:
-        """What went wrong with the engine so far, where there is one."""
+        """The engine's failures so far, if there is an engine."""
         return self.grader.counters()
 
     def picture(self, problem: Problem, text: str) -> str | None:
-        """The board of an answer, as SVG, for the report."""
+        """An SVG of an answer's board, for the report."""
         from keel.recipes.chess.picture import answer_picture
 
         return answer_picture(problem, text)
 
 
 def check_grading(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
-    """The options of a reward, checked, as its keyword arguments."""
+    """Check the options of a reward; returns its keyword arguments."""
     if parse not in PARSES:
         raise unknown("chess parse", parse, PARSES)
     malformed_value(system, malformed)
@@ -108,9 +108,9 @@ def check_grading(system: str, parse: str, malformed: float | None) -> dict[str,
 def part_means(
     groups: Sequence[Group], names: Sequence[str], again: Callable[[Problem, str], Reward]
 ) -> dict[str, float]:
-    """The mean of each named part over all completions that have it, judged again whatever is paid for them.
+    """The mean of each named part over all completions that have it, graded again by the task's own reward.
 
-    `truncated_without_eos` is the share of completions that were cut off at their length.
+    `truncated_without_eos` is the fraction of truncated completions.
     """
     completions = [(group.problem, c) for group in groups for c in group.completions]
     judged = [again(problem, completion.text).parts for problem, completion in completions]
@@ -124,7 +124,7 @@ def part_means(
 
 
 def mate_in_one(groups: Sequence[Group], padding: Padding) -> dict[str, float]:
-    """The share of completions whose best move mates, among positions where one does; nothing where there is none."""
+    """The fraction of completions whose best move mates, among positions with such a move; empty without any."""
     played = []
     for group in groups:
         mates = mating_moves(group.problem.info["fen"])
@@ -141,18 +141,18 @@ def problems_of(
     ask_of: Callable[[ChessRow], Problem],
     held_out: int | float,
 ) -> Task:
-    """A task's problems: of its data where there are any, else out of random games."""
+    """A task's problems: from its data if given, otherwise from random games."""
     if (
         not isinstance(held_out, int | float)
         or isinstance(held_out, bool)
         or held_out <= 0
         or (held_out >= 1 and held_out != int(held_out))
     ):
-        raise KeelError(f"chess held_out is {held_out!r}: give a share below 1, or with data a number of positions")
+        raise KeelError(f"chess held_out is {held_out!r}: give a fraction below 1, or with data a number of positions")
     if data is not None and source_of(data).path is not None:
         if games != Games():
             raise KeelError(f"{name} reads its positions from data.path: leave plies and pieces out")
         return load(data, mark, ask_of, held_out, name)
     if held_out >= 1:
-        raise KeelError(f"chess held_out is {held_out}: without data it must be a share below 1")
+        raise KeelError(f"chess held_out is {held_out}: without data it must be a fraction below 1")
     return RandomPositions(name, games, ask, float(held_out))

@@ -1,4 +1,4 @@
-"""`multihop`: questions whose answer takes several documents, found with a retrieval tool."""
+"""`multihop`: questions whose answer needs several documents, found with a retrieval tool."""
 
 from keel.recipes.multihop.options import multihop
 from keel.recipes.multihop.task import Multihop

@@ -33,8 +33,8 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class OracleResult:
-    """What the oracle's episodes earned in one form: the number of rows, how many episodes retrieved all support, how
-    many were shown their answer and so demonstrate it, and why some fall short of the maximum."""
+    """The oracle's episodes in one format: the number of rows, of episodes that retrieved all supporting documents, of
+    those whose results contain the answer, and the reasons for rewards below the maximum."""
 
     tool_format: str
     answer_style: str
@@ -53,7 +53,7 @@ class OracleResult:
 
 
 def play_oracle(path: str, **options: Any) -> list[OracleResult]:
-    """The oracle on every row, once for each form; the golden retriever, since others return distractors too."""
+    """Play the oracle on every row in each format, with the golden retriever, since others return distractors too."""
     results = []
     questions = read_questions(source_of({"path": path}), 1.0).questions
     for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):
@@ -74,7 +74,7 @@ def play_oracle(path: str, **options: Any) -> list[OracleResult]:
 
 @app.command(name="python -m keel.recipes.multihop", help=HELP)
 def oracle(
-    path: Annotated[str, typer.Argument(metavar="FILE", help="Rows in MuSiQue's form.")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="Rows in MuSiQue's format.")],
     options: Annotated[list[str] | None, typer.Argument(metavar="[OPTION=VALUE]...", help="The task's.")] = None,
 ) -> int:
     results = play_oracle(path, **dict(map(_option, options or ())))

@@ -16,7 +16,7 @@ _AROUND = "()#.:"
 
 @dataclass(frozen=True)
 class Answer:
-    """The final answer; `text` is None if there is none, `listed` tells that it was a list."""
+    """The final answer; `text` is None if there is none, `listed` is whether it was a list."""
 
     text: str | None
     cited: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ def retrieve_documents(query: str) -> str:
     Args:
         query: The words to look for, such as the name of a person, a place or a work.
     """
-    raise NotImplementedError("bound to a problem's documents before it is offered")
+    raise NotImplementedError("each problem binds it to its documents")
 
 
 @partial(tool, ends=True)
@@ -59,7 +59,7 @@ def read_answer(text: Any, cited: Any) -> Answer:
 
 
 def _as_list(text: Any) -> list[Any] | None:
-    """The entries of a list, also of one written as text; None for anything else."""
+    """The entries of a list, or of a list written as text; None for other values."""
     if isinstance(text, list | tuple):
         return list(text)
     if not (isinstance(text, str) and text.strip().startswith("[") and text.strip().endswith("]")):

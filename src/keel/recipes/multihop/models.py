@@ -1,4 +1,4 @@
-"""Small models over the closed vocabulary of `multihop`'s made-up worlds.
+"""Small models over the closed vocabulary of `multihop`'s synthetic worlds.
 
 `model.name: keel.recipes.multihop.models:multihop_small`
 """
@@ -13,7 +13,7 @@ from torch import nn
 from keel.models.tiny import word_model
 from keel.recipes.multihop.options import multihop
 
-DOCUMENTS = 20  # the most that a made-up world has: one vocabulary for all sizes
+DOCUMENTS = 20  # the maximum of a synthetic world, so that all sizes share one vocabulary
 
 
 def of_words(seed: int = 0, *, layers: int, width: int) -> tuple[nn.Module, Any]:

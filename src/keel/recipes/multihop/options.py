@@ -10,8 +10,8 @@ from keel.envs.dataset import data_name
 from keel.envs.layouts import source_of
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.envs.tool_calls import FORMATS
-from keel.envs.tool_list import tools_of
 from keel.envs.tools import MAX_CHARACTERS, check_distinct
+from keel.envs.with_tools import tools_of
 from keel.recipes.multihop.retrieve import build_retriever
 from keel.recipes.multihop.score import checked_weights
 from keel.recipes.multihop.source import QuestionSource, Worlds, rows_of

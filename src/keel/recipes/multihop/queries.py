@@ -1,4 +1,4 @@
-"""Queries for demonstrations, built only from text that a policy has seen."""
+"""Queries for demonstrations, built only from text that the policy has seen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from keel.recipes.multihop.question import Question
 from keel.recipes.multihop.score import normalise
 
-MAX_QUERIES = 100  # tried per document, because each may compute an embedding
+MAX_QUERIES = 100  # maximum per document, because each may compute an embedding
 _REFERENCE = re.compile(r"#(\d+)")
 
 
@@ -31,7 +31,7 @@ def queries(question: Question, id: str, shown: str) -> list[str]:
         return any(names.intersection(normalise(word).split()) for word in words)
 
     def has_unread_name(position: int, word: str) -> bool:
-        """The first word of a sentence is capitalised whatever it is: there, only the documents tell."""
+        """Whether a question's word is an unseen name; the first word only if the documents have it as a name."""
         return not is_seen(word) and (is_named([word]) or (position > 0 and _is_name(word)))
 
     sub_questions = [
@@ -47,7 +47,7 @@ def queries(question: Question, id: str, shown: str) -> list[str]:
 
 
 def _resolved(question: Question, id: str, seen: str) -> Iterator[str]:
-    """The sub-questions of a document, with answers for their references; none whose answers have not been seen."""
+    """The sub-questions of a document with references filled in, if the referenced answers have been seen."""
     answers = [step.answer for step in question.decomposition]
     for step in question.decomposition:
         numbers = [int(number) for number in _REFERENCE.findall(step.question)]
@@ -58,7 +58,7 @@ def _resolved(question: Question, id: str, seen: str) -> Iterator[str]:
 
 
 def _shorter(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The parts of a phrase that leave words out at its ends, longest first."""
+    """The phrase without words at its ends, longest first."""
     for length in range(len(words) - 1, 0, -1):
         for start in range(len(words) - length + 1):
             yield words[start : start + length]
@@ -66,11 +66,11 @@ def _shorter(words: Sequence[str]) -> Iterator[Sequence[str]]:
 
 @lru_cache(maxsize=1024)
 def _names(question: Question) -> frozenset[str]:
-    """The words that a document writes as a name or a number, in normal form."""
+    """The words of a document that are names or numbers, in normal form."""
     words = (word for document in question.documents for word in f"{document.title} {document.text}".split())
     return frozenset(term for word in words if _is_name(word) for term in normalise(word).split())
 
 
 def _is_name(word: str) -> bool:
-    """Capitals, digits, and scripts that have no capitals."""
+    """Whether a word has a capital, a digit, or a script without capitals."""
     return not word.islower() or any(map(str.isdigit, word))

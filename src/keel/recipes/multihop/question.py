@@ -1,4 +1,4 @@
-"""A question with its documents, and the rows of MuSiQue's form that hold them."""
+"""A question with its documents, and the parsing of rows in MuSiQue's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICE = re.compile(r"(?P<path>.*?)(?:\[(?P<low>\d*):(?P<high>\d*)\]|:(?P<first>
 
 @dataclass(frozen=True)
 class Document:
-    """What a retriever may return."""
+    """A document that a retriever may return."""
 
     id: str
     title: str
@@ -30,7 +30,7 @@ class Document:
 
 @dataclass(frozen=True)
 class SubQuestion:
-    """One hop: what it asks, where `#1` stands for the first hop's answer, its answer, and the id of its document."""
+    """One hop: its question (`#1` is the first hop's answer), its answer, and the id of its document."""
 
     question: str
     answer: str
@@ -39,9 +39,9 @@ class SubQuestion:
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its answer and aliases, its documents, and the ids of those that support it in the chain's order.
+    """A question, its answer and aliases, its documents, and the ids of the supporting ones in the chain's order.
 
-    The decomposition, where the data have one, is never shown: demonstrations are made of it.
+    The decomposition, if the data have one, is only used for demonstrations and never shown.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Question:
     answers: tuple[str, ...]
     documents: tuple[Document, ...]
     chain: tuple[str, ...]
-    decomposition: tuple[SubQuestion, ...] = field(default=(), repr=False)  # no part of a run's digest of its data
+    decomposition: tuple[SubQuestion, ...] = field(default=(), repr=False)  # not a part of the data's digest
 
     @property
     def hops(self) -> int:
@@ -71,7 +71,7 @@ class Questions:
 def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
     """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
 
-    Rows without supporting paragraphs, or that cannot be read, are broken: refused by their location, or with
+    Rows that cannot be read or have no supporting paragraphs are broken: refused with their location, or with
     `data.on_broken: skip` left out and counted.
     """
     paths = [source.path] if isinstance(source.path, str) else list(source.path or ())
@@ -95,7 +95,7 @@ def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
 
 
 def with_noise(question: Question, noise_rate: float) -> Question:
-    """The question with each distractor kept with that probability, always the same ones."""
+    """The question with each distractor kept with this probability, by a fixed random stream."""
     if noise_rate >= 1.0:
         return question
     documents = tuple(
@@ -107,7 +107,7 @@ def with_noise(question: Question, noise_rate: float) -> Question:
 
 
 def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
-    """(source, records in the data's order): a part such as `[:100]` counts every record, those that are none too."""
+    """(source, records in the data's order); a part such as `[:100]` counts broken records too."""
     match = _SLICE.fullmatch(spec)
     assert match is not None
     rows = read_rows(match["path"], split)
@@ -119,12 +119,12 @@ def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
     low, high = int(match["low"] or 0), match["high"] or match["first"]
     selected = records[low : int(high) if high else None]
     if not selected:
-        raise KeelError(f"{spec} names no row: {rows.source} has {len(records)}")
+        raise KeelError(f"{spec} selects no rows: {rows.source} has {len(records)}")
     return rows.source, selected
 
 
 def _question(row: DataRow) -> Question | str:
-    """A row as a question, or what is wrong with it."""
+    """A row as a question, or the reason why it is broken."""
     values = row.values
     text, answers = values.get("question"), _answers(values)
     if not isinstance(text, str) or not text.strip():
@@ -136,14 +136,14 @@ def _question(row: DataRow) -> Question | str:
         return documents
     supporting = [document.id for document in documents if document.supporting]
     if not supporting:
-        return "no paragraph is supporting, so that nothing can be retrieved for it"
+        return "it has no supporting paragraph"
     steps = _decomposition(values.get("question_decomposition"))
     chain = tuple(dict.fromkeys([*(step.document for step in steps if step.document in supporting), *supporting]))
     return Question(str(values.get("id") or row.location), text.strip(), answers, documents, chain, steps)
 
 
 def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The answer and its aliases; of an answer that is a list, each entry counts."""
+    """The answer and its aliases; each entry of a list is an accepted answer."""
     answer, aliases = values.get("answer"), values.get("answer_aliases")
     several = [*(answer if isinstance(answer, list | tuple) else [answer])]
     several += list(aliases) if isinstance(aliases, list | tuple) else [aliases]
@@ -153,7 +153,7 @@ def _answers(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _documents(paragraphs: Any) -> tuple[Document, ...] | str:
     if not isinstance(paragraphs, Sequence) or isinstance(paragraphs, str) or not paragraphs:
-        return "column 'paragraphs' holds no paragraphs"
+        return "column 'paragraphs' is empty"
     documents = []
     for number, paragraph in enumerate(paragraphs):
         if not isinstance(paragraph, Mapping) or not isinstance(paragraph.get("paragraph_text"), str):
@@ -167,7 +167,7 @@ def _documents(paragraphs: Any) -> tuple[Document, ...] | str:
 
 
 def _decomposition(steps: Any) -> tuple[SubQuestion, ...]:
-    """The sub-questions in their order; what is no object is an empty one, so that references keep their numbers."""
+    """The sub-questions in order; invalid ones become empty, so that references keep their numbers."""
     if not isinstance(steps, Sequence) or isinstance(steps, str):
         return ()
     records: list[Mapping[str, Any]] = [step if isinstance(step, Mapping) else {} for step in steps]
@@ -180,7 +180,7 @@ def _decomposition(steps: Any) -> tuple[SubQuestion, ...]:
 
 
 def _distinct_keys(questions: Sequence[Question]) -> tuple[Question, ...]:
-    """Each question under a key of its own: noise is keyed by it."""
+    """Give each question its own key, since the key seeds its noise."""
     counts: dict[str, int] = {}
     distinct = []
     for question in questions:

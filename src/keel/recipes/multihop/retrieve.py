@@ -1,4 +1,4 @@
-"""Retrievers: the supporting documents only, BM25, or BM25 fused with a user's embeddings."""
+"""Retrievers: only the supporting documents, BM25, or BM25 fused with a user's embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRIEVERS = ("golden", "lexical", "hybrid")
 RRF = 60  # the constant of reciprocal rank fusion, Cormack et al. 2009
 
 
-Retriever = Callable[[Question, str], list[Document]]  # documents of a question by their fit to a query, best first
+Retriever = Callable[[Question, str], list[Document]]  # ranks the documents of a question by a query, best first
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def golden(question: Question, query: str) -> list[Document]:
 
 
 def lexical(question: Question, query: str) -> list[Document]:
-    """The documents that BM25 gives a score above 0."""
+    """The documents with a BM25 score above 0."""
     scores = _bm25(question)(query)
     order = sorted(range(len(scores)), key=lambda i: -scores[i])
     return [question.documents[i] for i in order if scores[i] > 0]
@@ -52,7 +52,7 @@ def lexical(question: Question, query: str) -> list[Document]:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """BM25 and the cosine of embeddings, fused by their ranks: Σ 1 / (60 + rank)."""
+    """Reciprocal rank fusion of BM25 and the cosine of embeddings: Σ 1 / (60 + rank)."""
 
     embed: Callable[[list[str]], Any]
     _vectors: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -116,7 +116,7 @@ def require_bm25() -> Any:
 
 @lru_cache(maxsize=1024)
 def _bm25(question: Question) -> Callable[[str], list[float]]:
-    """Scores of a question's documents by query; the index is made once."""
+    """BM25 scores of a question's documents; the index is built once."""
     bm25s = require_bm25()
     index = bm25s.BM25()
     texts = [normalise(f"{document.title} {document.text}").split() or [""] for document in question.documents]

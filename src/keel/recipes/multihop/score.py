@@ -1,4 +1,4 @@
-"""The rewards of a multi-hop episode: SQuAD's exact match and F1, and what was retrieved and cited."""
+"""The rewards of a multi-hop episode: SQuAD's exact match and F1, and precision and recall of documents."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ def f1(prediction: str, answer: str) -> float:
 
 
 def best(measure: Callable[[str, str], float], prediction: str | None, answers: Sequence[str]) -> float:
-    """The best score over an answer and its aliases; 0 where none was given."""
+    """The best score over an answer and its aliases; 0 without an answer."""
     return 0.0 if prediction is None else max(measure(prediction, answer) for answer in answers)
 
 
 def recall(retrieved: Collection[str], relevant: Collection[str]) -> float:
-    """The share of the relevant ones that were retrieved."""
+    """The fraction of relevant documents that were retrieved."""
     return len(set(retrieved) & set(relevant)) / len(set(relevant)) if relevant else 0.0
 
 
 def precision(retrieved: Collection[str], relevant: Collection[str]) -> float:
-    """The share of the retrieved ones that are relevant; 0 where nothing was retrieved."""
+    """The fraction of retrieved documents that are relevant; 0 if nothing was retrieved."""
     return len(set(retrieved) & set(relevant)) / len(set(retrieved)) if retrieved else 0.0
 
 
 def total(parts: Mapping[str, float], weights: Mapping[str, float], hops: int, hop_factor: bool) -> float:
-    """(hops / 2) · Σ wᵢ·partᵢ / Σ wᵢ: long chains pay more."""
+    """(hops / 2) · Σ wᵢ·partᵢ / Σ wᵢ: long chains earn more."""
     mean = sum(weight * parts[name] for name, weight in weights.items()) / sum(weights.values())
     return mean * (hops / 2 if hop_factor else 1.0)
 
 
 def checked_weights(changes: Mapping[str, float] | None) -> dict[str, float]:
-    """The weights of the parts, the defaults with these `changes`."""
+    """The default weights of the parts with these `changes`."""
     weights = {**WEIGHTS, **(changes or {})}
     for name, weight in weights.items():
         if name not in WEIGHTS:

@@ -1,4 +1,4 @@
-"""Where multi-hop questions come from: rows that were read once, or worlds made for each step."""
+"""Sources of multi-hop questions: rows of data, or synthetic worlds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keel.recipes.multihop.world import draw_question
 
 @dataclass(frozen=True)
 class Worlds:
-    """A new world for each problem, with `documents` documents; a hash of the question decides what is held out."""
+    """A new world for each problem, with `documents` documents; a hash of the question decides which are held out."""
 
     documents: int
     noise_rate: float = 1.0
@@ -49,7 +49,7 @@ class Worlds:
 
 @dataclass(frozen=True)
 class QuestionRows:
-    """Rows in an order of their own each epoch; under a curriculum, those short enough so far."""
+    """Rows in a new order each epoch; with a curriculum, only those within the current chain length."""
 
     data: Dataset
     lengths: tuple[int, ...]
@@ -68,7 +68,7 @@ class QuestionRows:
         return replace(self, data=data, _stages={}), left_out
 
     def fingerprint(self) -> str:
-        """A digest of all questions, their documents included, and of which of them are held out."""
+        """A digest of all questions with their documents, and of the split."""
         questions = [[repr(p.info["question"]) for p in side] for side in (self.data.train, self.data.held)]
         return hashlib.sha256(repr(questions).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
@@ -80,7 +80,7 @@ class QuestionRows:
 
 
 def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], held_out: int | float) -> QuestionRows:
-    """The rows with those numbers of hops, cut into a training and a held-out part by a hash of the question."""
+    """The rows with these numbers of hops, split into training and held-out ones by a hash of the question."""
     counts: dict[int, int] = {}
 
     def read(options: SourceOptions) -> LoadedProblems:
@@ -103,5 +103,5 @@ def rows_of(source: SourceOptions, noise_rate: float, hops: tuple[int, ...], hel
     )
 
 
-# Questions to train on and questions to evaluate on, never the same; `notes` says how they were read.
+# Disjoint training and held-out questions; `notes` describe how they were read.
 QuestionSource = Worlds | QuestionRows

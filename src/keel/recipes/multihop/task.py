@@ -48,7 +48,7 @@ class Multihop(Task):
     instruction: str | None = None
     extra_tools: tuple[Tool, ...] = ()
     notes: tuple[str, ...] = ()
-    runs_user_code: bool = False  # whether a user's tools or embeddings run in it
+    runs_user_code: bool = False  # whether episodes run user code (tools or embeddings)
     _base: Tool = field(default=tool(retrieve_documents, tag="retrieve"), repr=False, compare=False)
 
     @property
@@ -56,15 +56,15 @@ class Multihop(Task):
         return super().trusted and not self.runs_user_code
 
     def fingerprint(self) -> str | None:
-        """A digest of the rows with their documents, None of worlds that are made."""
+        """A digest of the rows with their documents; None for synthetic worlds."""
         return self.source.fingerprint()
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step, with as many hops as the curriculum allows by then."""
+        """Training problems of one step, with chain lengths by the curriculum."""
         return self._problems(self.source.sample(count, seed, step, self.hops_at(step)))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """Problems of all hops that are never trained on."""
+        """Problems of all chain lengths that `sample` never returns."""
         return self._problems(self.source.held_out(count, seed, self.hops))
 
     def stratum(self, problem: Problem) -> str:
@@ -72,12 +72,12 @@ class Multihop(Task):
         return str(_question(problem).hops)
 
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """The task with only the questions whose prompts `fits` accepts, and how many were left out."""
-        kept = self.source.filter_problems(lambda question: fits(self.problem(question)))
-        return None if kept is None else (replace(self, source=kept[0]), kept[1])
+        """The task with only the questions whose prompts `fits` accepts, and the number of dropped ones."""
+        filtered = self.source.filter_problems(lambda question: fits(self.problem(question)))
+        return None if filtered is None else (replace(self, source=filtered[0]), filtered[1])
 
     def hops_at(self, step: int) -> tuple[int, ...]:
-        """The chain lengths of a step: the shortest alone at first, all of them after `curriculum_steps`."""
+        """The chain lengths of a step: at first only the shortest, after `curriculum_steps` all."""
         if step >= self.curriculum_steps:
             return self.hops
         return self.hops[: 1 + step * len(self.hops) // self.curriculum_steps]
@@ -85,7 +85,7 @@ class Multihop(Task):
     def gold_turns(self, problem: Problem) -> list[str]:
         """Retrieve the supporting documents with queries from seen text, then answer and cite them.
 
-        A document that no such query finds is neither retrieved nor cited; then the reward is below the maximum.
+        A document that no such query finds is neither retrieved nor cited, and the reward is below the maximum.
         """
         search = self._search(_question(problem))
         tools = self.tools(problem)
@@ -93,7 +93,7 @@ class Multihop(Task):
         return [*calls, self._final_turn(problem, search)]
 
     def gold(self, problem: Problem) -> str:
-        """The last turn of such an episode."""
+        """The last turn of the demonstration."""
         return self._final_turn(problem, self._search(_question(problem)))
 
     def usable_for_sft(self, problem: Problem) -> bool:
@@ -102,7 +102,7 @@ class Multihop(Task):
         return self._search(question).shown_answer(question) is not None
 
     def _search(self, question: Question) -> _Search:
-        """Queries, each made of what those before it have shown, and what they bring."""
+        """The demonstration's queries and their results; each query uses the text of the previous results."""
         asked: list[str] = []
         shown_text, retrieved = "", set[str]()
         while (step := self._next_query(question, retrieved, shown_text)) is not None:
@@ -139,7 +139,7 @@ class Multihop(Task):
         return f"{think}<cite> {' '.join(cited)} </cite> <answer> {answer} </answer>"
 
     def problem(self, question: Question) -> Problem:
-        """A question as it is asked."""
+        """A question's prompt."""
         content = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
         problem = Problem(
             key=question.key,
@@ -152,15 +152,15 @@ class Multihop(Task):
         return replace(problem, tools=[offered.schema for offered in self.tools(problem)])
 
     def max_reward(self, problem: Problem) -> float:
-        """What an episode earns whose parts are all 1."""
+        """The reward of an episode whose parts are all 1."""
         return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
     def start(self, problem: Problem) -> Episode:
-        """An episode with its own retrieval over the question's documents."""
+        """An episode with retrieval over the question's documents."""
         return MultihopEpisode(self, problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Each part's mean, the calls an episode, and the share of right answers by the number of hops."""
+        """The mean of each part, calls per episode, and the fraction of correct answers by the number of hops."""
         rewards = [(g.problem, r) for g in groups for r in g.rewards]
         parts = {name: fmean(r.parts.get(name, 0.0) for _, r in rewards) for name in self.weights}
         calls = fmean(c.counts.get("tool/calls", 0.0) for g in groups for c in g.completions)
@@ -172,7 +172,7 @@ class Multihop(Task):
         return {**parts, "tool_calls": calls, **by_hops}
 
     def tools(self, problem: Problem) -> tuple[Tool, ...]:
-        """The tools of a problem, the retrieval bound to its documents."""
+        """The tools of a problem, with the retrieval over its documents."""
         function = partial(self._retrieve, _question(problem))
         bound = replace(self._base, function=function, max_characters=self.max_characters)
         return (bound, *((complete,) if self.answer_style == "complete" else ()), *self.extra_tools)
@@ -183,7 +183,7 @@ class Multihop(Task):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every word, by spaces, of the worlds' prompts, replies and gold episodes: for a word-level tokenizer.
+        """All space-separated words of the worlds' prompts, replies and gold episodes, for a word-level tokenizer.
 
         It includes the error replies, so that a model can correct its calls.
         """
@@ -213,13 +213,13 @@ class Multihop(Task):
         return Retrieved(tuple(self.retriever(question, query)[: self.top_n]))
 
     def _reply(self, question: Question, query: str) -> tuple[str, list[Document]]:
-        """What the model reads of a retrieval, and the documents that it is shown in full."""
+        """The text of a retrieval for the model, and the documents that it contains in full."""
         retrieved = self._retrieve(question, query)
         content = str(retrieved)[: self.max_characters]
         return content, _shown(retrieved, content)
 
     def is_answer(self, text: str) -> bool:
-        """Whether a turn holds an answer in tags, where that is how one answers."""
+        """Whether a turn contains an answer in tags, if that is the answer format."""
         return self.answer_style == "tags" and last_tag(text) is not None
 
     def _problems(self, questions: Sequence[Question]) -> list[Problem]:
@@ -228,21 +228,21 @@ class Multihop(Task):
 
 @dataclass(frozen=True)
 class _Search:
-    """The queries of a demonstration, the supporting documents that they bring, and all the text of their results."""
+    """The queries of a demonstration, the supporting documents that they retrieve, and the text of all results."""
 
     asked: Sequence[str]
     retrieved: Sequence[Document]
     shown_text: str
 
     def shown_answer(self, question: Question) -> str | None:
-        """The first of the answer and its aliases whose words, in normal form, the question or a result has."""
+        """The first of the answer and its aliases that occurs, in normal form, in the question or a result."""
         seen = f" {score.normalise(f'{question.text} {self.shown_text}')} "
         normal = ((answer, score.normalise(answer)) for answer in question.answers)
         return next((answer for answer, words in normal if words and f" {words} " in seen), None)
 
 
 class MultihopEpisode(ToolEpisode):
-    """Retrievals and an answer: what the model was shown, and what it made of it."""
+    """An episode of retrievals and an answer."""
 
     def __init__(self, task: Multihop, problem: Problem) -> None:
         super().__init__(task.toolbox, problem)
@@ -296,7 +296,7 @@ class MultihopEpisode(ToolEpisode):
         return read_answer((last_tag(text) or "").strip(), last_tag(text, "cite") or "")
 
     def _form(self, answer: Answer) -> float:
-        """1 if there is an answer and it came in the form that was asked for."""
+        """1 if there is an answer in the requested format."""
         if answer.text is None:
             return 0.0
         if self.task.answer_style == "complete":
@@ -308,7 +308,7 @@ class MultihopEpisode(ToolEpisode):
 
 
 def _shown(value: Any, content: str) -> list[Document]:
-    """The documents of a retrieval that the model was shown in full."""
+    """The documents of a retrieval that the model saw in full."""
     return (
         [document for document in value.documents if str(document) in content] if isinstance(value, Retrieved) else []
     )

@@ -22,7 +22,7 @@ _STEMS = {
 NAMES: Mapping[str, tuple[str, ...]] = {
     kind: tuple(first + last for first in stems for last in endings) for kind, (stems, endings) in _STEMS.items()
 }
-# Of each kind: the relations of an entity, what they lead to, and how they are said.
+# For each kind of entity: its relations, the kinds that they lead to, and their phrases.
 RELATIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "work": {"author": ("person", "was written by"), "setting": ("place", "is set in")},
     "person": {"teacher": ("person", "was taught by"), "birthplace": ("place", "was born in")},
@@ -32,7 +32,7 @@ _FRAMES = ("What is {} ?", "Document ID: # and .", "the of")
 
 
 def world_words(documents: int) -> tuple[str, ...]:
-    """Every word, by spaces, of questions, documents and answers of worlds with that many documents."""
+    """All space-separated words in questions, documents and answers of worlds with `documents` documents."""
     names = [name for names in NAMES.values() for name in names]
     relations = [name for kinds in RELATIONS.values() for name in kinds]
     phrases = [word for kinds in RELATIONS.values() for _, phrase in kinds.values() for word in phrase.split()]
@@ -42,9 +42,9 @@ def world_words(documents: int) -> tuple[str, ...]:
 
 
 def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Question:
-    """One world and a question about it: a chain of as many facts as hops, and distractors of the same form."""
+    """A world and a question about it: a chain with one fact per hop, and distractors of the same form."""
     length = rng.choice(list(hops))
-    names = {kind: iter(rng.sample(pool, len(pool))) for kind, pool in NAMES.items()}  # each name is used once
+    names = {kind: iter(rng.sample(pool, len(pool))) for kind, pool in NAMES.items()}  # names, each used once
     kinds, relations = _walk(rng, length)
     chain = [next(names[kind]) for kind in kinds]
     articles = [(chain[i], kinds[i], {relation: chain[i + 1]}) for i, relation in enumerate(relations)]
@@ -68,7 +68,7 @@ def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Qu
 
 
 def check_size(hops: Sequence[int], documents: int) -> None:
-    """Refuse sizes for which no world exists."""
+    """Refuse sizes without a possible world."""
     if min(hops) < 1 or max(hops) > MAX_HOPS:
         raise KeelError(f"multihop hops are {list(hops)}: the built-in worlds have chains of 1 to {MAX_HOPS}")
     if not max(hops) <= documents <= 20:
@@ -76,7 +76,7 @@ def check_size(hops: Sequence[int], documents: int) -> None:
 
 
 def _walk(rng: random.Random, length: int) -> tuple[list[str], list[str]]:
-    """Kinds and the relations between them; a region has none, so that it can only be the end."""
+    """Random kinds and relations of a chain; a region has no relations, so it can only be the end."""
     kinds = [rng.choice(list(RELATIONS))]
     relations: list[str] = []
     while len(relations) < length:
@@ -94,7 +94,7 @@ def _walk(rng: random.Random, length: int) -> tuple[list[str], list[str]]:
 def _article(
     rng: random.Random, name: str, kind: str, known: Mapping[str, str], mentioned: Mapping[str, Sequence[str]]
 ) -> str:
-    """Both facts of an entity; one that the chain does not fix names an entity of this world, if it can."""
+    """Both facts of an entity; facts outside of the chain name an entity of this world if possible."""
     facts = []
     for relation, (target, phrase) in RELATIONS[kind].items():
         pool = [other for other in mentioned.get(target, ()) if other != name] or list(NAMES[target])

@@ -1,4 +1,4 @@
-"""The batch of rows that are decoded together: finished rows leave, waiting rows join."""
+"""The batch of rows that are decoded together. Finished rows leave it and waiting rows join it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
 
 class _PendingTokens:
-    """Drawn tokens and their log-probabilities `[3, B]`, being copied from the device."""
+    """An asynchronous copy of drawn tokens and their log-probabilities `[3, B]` from the device."""
 
     def __init__(self, rows: list[OpenRow], numbers: Tensor) -> None:
         self.rows = rows
@@ -28,7 +28,7 @@ class _PendingTokens:
             self._arrived.record()
 
     def numbers(self) -> list[list[float]]:
-        """Wait for the tokens, log-probabilities and filtered log-probabilities."""
+        """Wait for the copy; return tokens, log-probabilities and filtered log-probabilities."""
         if self._arrived is not None:
             self._arrived.synchronize()
         numbers: list[list[float]] = self._numbers.tolist()
@@ -36,9 +36,9 @@ class _PendingTokens:
 
 
 class DecodeBatch:
-    """The running rows; `record` appends drawn tokens and sets the stop_reason of finished rows.
+    """The running rows. `record` appends drawn tokens and sets the stop_reason of finished rows.
 
-    `stops` are the tokens that end a row, for decoders that draw on the device.
+    `stops` are the tokens that end a row. Decoders that draw on the device use them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DecodeBatch:
         return self.scheduler.live
 
     def admit(self, waiting: list[OpenRow]) -> list[OpenRow]:
-        """Add waiting rows, as many as the scheduler admits; returns the others."""
+        """Add as many waiting rows as the scheduler admits; return the others."""
         self._record_pending()
         groups = groupby(waiting, key=lambda row: id(row.request))
         count = self.scheduler.admit(len(list(members)) for _, members in groups)
@@ -79,7 +79,7 @@ class DecodeBatch:
         return ended
 
     def step(self) -> None:
-        """Draw a token for each row and decode it; finished rows go to `take_ended`."""
+        """Draw a token for each row and decode it. `take_ended` returns the finished rows."""
         if self._decoder.traits.graphed:
             self._step_ahead()
             return
@@ -92,9 +92,9 @@ class DecodeBatch:
             self.scheduler.step()
 
     def _step_ahead(self) -> None:
-        """A step for CUDA graphs, which also draw: the next step starts before the host reads the tokens.
+        """A step by CUDA graphs, which also draw the tokens. The next step starts before the host reads the tokens.
 
-        The device does not wait for the host; a row whose end only the host detects is computed once more.
+        The device does not wait for the host. If only the host detects a row's end, the row is computed once more.
         """
         unrecorded = 1 if self._pending is None else 2
         last = all(row.stop_reason or len(row.tokens) + unrecorded >= row.limit for row in self.rows)
@@ -107,13 +107,13 @@ class DecodeBatch:
             self._record_pending()
 
     def _record_pending(self) -> None:
-        """Record the tokens of the previous step, if not done yet."""
+        """Record the tokens of the previous step, unless they are already recorded."""
         drawn, self._pending = self._pending, None
         if drawn is not None:
             self._record_drawn(drawn)
 
     def _record_drawn(self, drawn: _PendingTokens) -> list[int] | None:
-        """Record drawn tokens and drop finished rows if worthwhile; returns the old index of each remaining row."""
+        """Record drawn tokens. If finished rows are dropped, return the old index of each remaining row."""
         running = [row for row in drawn.rows if not row.stop_reason]
         self._record(drawn.rows, drawn.numbers(), self._sampling)
         ended = [row for row in running if row.stop_reason]
@@ -126,7 +126,7 @@ class DecodeBatch:
         return self._drop_ended() if drops and self.live else None
 
     def _drop_ended(self) -> list[int]:
-        """Drop finished rows; returns the old index of each remaining row."""
+        """Drop finished rows; return the old index of each remaining row."""
         order: list[int] = self._decoder.keep_rows([i for i, row in enumerate(self.rows) if not row.stop_reason])
         self.rows = [self.rows[i] for i in order]
         if self._noise is not None:
@@ -166,9 +166,9 @@ class DecodeBatch:
         del self._logits
 
     def _prefill(self, rows: list[OpenRow], pasts: list[CachedRow], decoder: Any) -> Tensor:
-        """Prefill rows, which all have a cached past or none has; returns the logits of their first tokens."""
+        """Prefill rows and return the logits of their next tokens. Either all rows have a cached past, or none."""
         contexts = [row.request.tokens for row in rows]
-        # for joining rows, `join` allocates the columns
+        # If the rows join a running decoder, `join` allocates their columns.
         length = max(row.limit for row in rows) if self._decoder is None else 1
         logits: Tensor
         if pasts:
@@ -186,7 +186,7 @@ class DecodeBatch:
         return logits
 
     def _cache_contexts(self, ended: list[OpenRow]) -> None:
-        """Store finished rows in the turn cache, without their last token, which was never forwarded."""
+        """Store finished rows in the turn cache, without their last token, which has no KV."""
         ended_ids = set(map(id, ended))
         for index, row in enumerate(self.rows):
             if id(row) in ended_ids and row.prompt is not None:
@@ -196,7 +196,7 @@ class DecodeBatch:
 
 
 class _Noise:
-    """Noise for the rows of a batch, computed for several positions at a time."""
+    """The sampling noise of a batch's rows, computed for several positions at a time."""
 
     def __init__(self, rows: list[OpenRow], logits: Tensor, sampling: SamplingParams) -> None:
         device = logits.device

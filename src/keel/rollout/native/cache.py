@@ -1,4 +1,4 @@
-"""The KV cache of a rollout: each prompt once, a suffix per row, and attention over both."""
+"""The KV cache of a rollout. It stores each prompt once and a suffix per row; attention covers both."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from transformers.cache_utils import Cache
 from keel.models.prefix_attention import refuse_unsupported_attention
 
 ATTENTION = "keel_shared_prefix"
-_GROWTH = 64  # columns by which the buffer grows after rows joined
+_GROWTH = 64  # columns by which a full buffer grows
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The prompts: their tokens, and keys and values per layer `[G, kv_heads, P, D]`, right-padded."""
+    """The prompts' tokens, and their keys and values per layer `[G, kv_heads, P, D]`, right-padded."""
 
     tokens: tuple[tuple[int, ...], ...]
     keys: tuple[Tensor, ...]
@@ -33,14 +33,14 @@ class Prefix:
         object.__setattr__(self, "lengths", lengths)
 
     def select(self, groups: list[int]) -> Prefix:
-        """Only these prompts, padded to the longest of them."""
+        """A selection of the prompts, padded to the longest of them."""
         tokens = tuple(self.tokens[group] for group in groups)
         width, index = max(map(len, tokens)), torch.tensor(groups, device=self.lengths.device)
         keys, values = (tuple(kv[index, :, :width] for kv in layers) for layers in (self.keys, self.values))
         return Prefix(tokens, keys, values)
 
     def __add__(self, other: Prefix) -> Prefix:
-        """These prompts, then the other's."""
+        """Concatenate two sets of prompts."""
         width = max(self.keys[0].shape[2], other.keys[0].shape[2])
 
         def concatenate(*layers: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """The rows of each prompt, as a table of slots `[G, n]`, so that a prompt attends to all its rows at once.
+    """A table `[G, n]` of each prompt's rows, so that one product covers all rows of a prompt.
 
-    `slots` maps slots to rows and `rows` maps rows to slots; both are None while rows are in regular order, where a
-    view suffices. An empty slot computes row 0 again, and its result is not read.
+    `slots` maps slots to rows and `rows` maps rows to slots. Both are None if the rows are in the order of the slots
+    and a view suffices. An empty slot computes row 0 again, and its result is not read.
     """
 
     groups: int
@@ -82,7 +82,7 @@ class SlotLayout:
         return SlotLayout(groups, width, torch.tensor(slots, device=device), torch.tensor(rows_to_slots, device=device))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Rows `[B, K, R, D]` to groups `[G, K, n·R, D]`."""
+        """Convert rows `[B, K, R, D]` to groups `[G, K, n·R, D]`."""
         if self.slots is not None:
             x = x.index_select(0, self.slots)
         _, heads, repeats, size = x.shape
@@ -90,7 +90,7 @@ class SlotLayout:
         return x.reshape(self.groups, heads, self.width * repeats, size)
 
     def scatter(self, x: Tensor, repeats: int) -> Tensor:
-        """Groups `[G, K, n·R, D]` back to rows `[B, K, R, D]`."""
+        """Convert groups `[G, K, n·R, D]` back to rows `[B, K, R, D]`."""
         groups, heads, _, size = x.shape
         x = x.view(groups, heads, self.width, repeats, size).transpose(1, 2)
         x = x.reshape(groups * self.width, heads, repeats, size)
@@ -98,13 +98,13 @@ class SlotLayout:
 
 
 class SharedPrefixCache(Cache):
-    """A transformers cache whose rows share prompts; one new token per row and step, or several at first.
+    """A transformers cache whose rows share prompts. A step adds one token per row; the first step may add several.
 
-    `suffix_kv`, one preallocated buffer `[layers, 2, B, kv_heads, T, D]`, holds the tokens after the prompts. A step
-    writes in place, and the last row replaces a row that leaves, so live rows are a leading slice and nothing is
-    reallocated. Rows with a past (`past_lengths`, tokens after the prompt) are left-padded, so that all rows write into
-    the same column; pad columns are masked. `length` more tokens may follow; the buffer has columns for all of them, or
-    for `reserve` and then grows. `origin` is the position of the first token.
+    `suffix_kv` is a preallocated buffer `[layers, 2, B, kv_heads, T, D]` for the tokens after the prompts. Steps write
+    in place. When a row leaves, the last row takes its index, so the live rows are a leading slice and nothing is
+    reallocated. `past_lengths` are the rows' numbers of tokens after the prompt so far. Shorter pasts are left-padded,
+    so that all rows write into the same column; pad columns are masked. `length` more tokens may follow. The buffer
+    has columns for all of them, or for `reserve` of them and then grows. `origin` is the position of the first token.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SharedPrefixCache(Cache):
         self.positions = lengths[torch.tensor(self.group_of, device=device)] - left_pad + self.origin
         padding = torch.arange(width, device=device) >= lengths[:, None]
         prompt_bias = torch.zeros(groups, 1, 1, width, dtype=self.suffix_kv.dtype, device=device)
-        # None if no prompt is padded, which saves a pass over the scores
+        # None if no prompt is padded; this saves a pass over the scores.
         self.prompt_bias = prompt_bias.masked_fill_(padding[:, None, None], -torch.inf) if bool(padding.any()) else None
         pad_mask = torch.arange(self.past, device=device) < left_pad[:, None]
         self.pad_mask = pad_mask[:, None, None] if any(self.left_pad) else None
@@ -149,7 +149,7 @@ class SharedPrefixCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by a transformers layer before its attention."""
+        """Store new keys and values; transformers' layers call this before their attention."""
         self.store(layer_idx, torch.stack((key_states, value_states)))
         self.layer = layer_idx
         return key_states, value_states
@@ -167,7 +167,7 @@ class SharedPrefixCache(Cache):
         return self.suffix_kv[:, :, row, :, self.left_pad[row] : self.length].clone()
 
     def keep_rows(self, live: list[int]) -> list[int]:
-        """Drop all rows but these; returns the old index of each row in the new order."""
+        """Drop all rows except `live`; return the old index of each row in the new order."""
         count = len(live)
         order = list(range(count))
         holes = sorted(set(order) - set(live))
@@ -185,7 +185,7 @@ class SharedPrefixCache(Cache):
         return order
 
     def joined(self, other: SharedPrefixCache, length: int) -> SharedPrefixCache:
-        """These rows, then the other's, with room for `length` more tokens; a common prompt is stored once."""
+        """Concatenate two caches, with room for `length` more tokens. A common prompt is stored once."""
         prefix, group_index = self.prefix, {tokens: group for group, tokens in enumerate(self.prefix.tokens)}
         new_groups = sorted({group for group in other.group_of if other.prefix.tokens[group] not in group_index})
         if new_groups:
@@ -193,7 +193,7 @@ class SharedPrefixCache(Cache):
             group_index = {tokens: group for group, tokens in enumerate(prefix.tokens)}
         other_groups = [group_index[other.prefix.tokens[group]] for group in other.group_of]
         past_lengths = [cache.length - padding for cache in (self, other) for padding in cache.left_pad]
-        # not full length: old and new rows together would double the columns
+        # Do not reserve the full length: with old and new rows in one buffer, that could double its columns.
         reserve = _GROWTH // 4 + -(max(past_lengths) + _GROWTH // 4) % _GROWTH
         joined = SharedPrefixCache(prefix, [*self.group_of, *other_groups], length, past_lengths, reserve, self.origin)
         first = 0
@@ -216,7 +216,7 @@ class SharedPrefixCache(Cache):
             self.suffix_kv = grown
 
     def _drop_unused_prompts(self) -> None:
-        """Drop prompts without rows once they are half of all; copying more often would cost more than it saves."""
+        """Drop prompts without rows once they are half of all prompts; more copies would cost more than they save."""
         used = sorted(set(self.group_of))
         if 2 * len(used) <= len(self.prefix.lengths):
             self.prefix = self.prefix.select(used)
@@ -233,7 +233,7 @@ class SharedPrefixCache(Cache):
     def attend(self, layer: int, query: Tensor, scaling: float, count: int = 1) -> Tensor:
         """Attention of the newest `count` tokens of each row over its prompt and its suffix.
 
-        Queries are `[B, kv_heads, R, D]` for R query heads a KV head, or `[B, kv_heads, R·count, D]`, head-major.
+        Queries are `[B, kv_heads, R·count, D]`, head-major, with R query heads per KV head.
         """
 
         def mask(scores: Tensor) -> None:
@@ -248,10 +248,10 @@ class SharedPrefixCache(Cache):
     def attend_over(
         self, layer: int, query: Tensor, scaling: float, columns: int, mask: Callable[[Tensor], None]
     ) -> Tensor:
-        """Attention over the prompts and the first columns of the suffixes; `mask` masks the scores of the latter.
+        """Attention over the prompts and the first `columns` of the suffixes. `mask` masks the scores of the suffixes.
 
-        Grouped matrix products: the query heads of a KV head, and for the prompt all rows of a group, form one matrix,
-        so heads and prompts are never repeated in memory. The softmax covers both parts.
+        The query heads of a KV head form one matrix; for the prompt, so do all rows of a group. Therefore heads and
+        prompts are never repeated in memory. One softmax covers both parts.
         """
         rows, _, repeats, _ = query.shape
         keys, values = self.suffix_kv[layer, :, :rows, :, :columns]
@@ -282,13 +282,13 @@ def _shared_prefix_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of models during decoding with a SharedPrefixCache; refuses unsupported variants."""
+    """The attention function during decoding with a SharedPrefixCache. Raises for unsupported variants."""
     window, context = (
         kwargs.get("sliding_window"),
         getattr(getattr(module, "config", None), "max_position_embeddings", 0),
     )
     if isinstance(window, int) and isinstance(context, int) and 0 < context <= window:
-        kwargs.pop("sliding_window")  # every context fits in the window
+        kwargs.pop("sliding_window")  # no context is longer than the window
     refuse_unsupported_attention(kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     cache = _active[-1]
@@ -303,7 +303,7 @@ AttentionInterface.register(ATTENTION, _shared_prefix_attention)
 
 @contextmanager
 def shared_prefix_attention(config: Any, cache: SharedPrefixCache) -> Iterator[None]:
-    """Let the model of this config attend through `cache`; its own attention is restored afterwards.
+    """Within this context, the model of this config attends through `cache`; its own attention is restored afterwards.
 
     The name is registered for attention but not for masks, so transformers builds no mask.
     """

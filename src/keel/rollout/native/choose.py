@@ -25,25 +25,25 @@ from keel.rollout.native.turn_cache import CachedRow
 
 _PROBE_STEPS = 4  # tokens decoded in a probe
 _PROBE_LENGTH = 32  # cache length of a probe, long enough for CUDA graphs
-_SLACK = 10.0  # for the plain decoder in half precision: a model is refused only where it is clearly wrong
-_EXACT_CACHE = 1e-4  # of the logits' spread: some models' own caches are slightly wrong (NemotronH, Zamba 2)
+_SLACK = 10.0  # for the plain decoder in half precision: a model is refused only if it is clearly wrong
+_EXACT_CACHE = 1e-4  # a share of the logits' std: some models' own caches are slightly wrong (NemotronH, Zamba 2)
 
 
 @dataclass(frozen=True)
 class _ProbeCase:
-    """A probe: prompts of these lengths and `steps` decoded tokens, the first token at position `origin`."""
+    """A probe: the lengths of its prompts, the position `origin` of the first token, and the decoded `steps`."""
 
     prompts: tuple[int, ...] = (3, 7)
     origin: int = 0
-    steps: int = _PROBE_STEPS - 1  # one more is decoded after rows left
+    steps: int = _PROBE_STEPS - 1  # the probe drops rows after these steps and decodes one more
 
 
 def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_ProbeCase]:
-    """Probes that cross every length at which the model's computation may change, as far as a probe can reach.
+    """Probes that cross every length at which the model's computation may change, if a probe can be that long.
 
-    Effects of positions (scaled queries, rotary tables) show with `shared` prompts in a few tokens at these positions.
-    Effects of length (windows, chunks) need that many tokens, and so does a model's own cache, which may count tokens.
-    An `own_step` replaces the model's code, so it is also probed at the end of the context.
+    Effects of positions (scaled queries, rotary tables) need only a few tokens at these positions if prompts are
+    `shared`. Effects of length (windows, chunks) need as many tokens as the length. So does a model's own cache, which
+    may count tokens. An `own_step` replaces the model's code and is therefore also probed at the end of the context.
     """
     limit, longest_allowed = context_length(causal_lm(model)), longest_probe(model)
     switches = position_switches(model)
@@ -64,16 +64,16 @@ def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_ProbeCase
 
 
 def _beyond(length: int, longest_allowed: int, limit: int | None) -> int | None:
-    """A prompt length whose probe crosses `length`, well past it if possible; None if no probe can cross it."""
+    """A prompt length for a probe that crosses `length`, if possible by a wide margin; None if no probe can."""
     room = longest_allowed if limit is None else min(longest_allowed, limit - _PROBE_STEPS)
     longest = min(length_past(length), room)
     return longest if longest + _PROBE_STEPS > length else None
 
 
 def _verified_length(model: nn.Module) -> int | None:
-    """The longest verified context: the shortest window that no probe can cross; None if all were crossed.
+    """The longest verified context; None if probes cross all windows.
 
-    Contexts within a window are not affected by it.
+    A window affects only longer contexts. So the result is the shortest window that no probe can cross.
     """
     longest_allowed, limit = longest_probe(model), context_length(causal_lm(model))
     return min(
@@ -82,7 +82,7 @@ def _verified_length(model: nn.Module) -> int | None:
 
 
 def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeCase, seed: int = 0) -> Errors:
-    """The errors of a decoder's logits and of the model's own full forwards, by row and step."""
+    """The errors of a decoder's logits and of the model's own full forwards, per row and step."""
     vocabulary = causal_lm(model).config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocabulary, (sum(case.prompts),), generator=generator).tolist()
@@ -102,7 +102,7 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeC
         resumed = _resumed(decoder, prompts, prompt_of, contexts)
         for row in decoded:
             decoded[row].append(resumed[row])
-        repeated = True  # the last context twice
+        repeated = True  # the last context is scored twice
     else:  # drop the first row of one bucket and the last of the other, and continue
         order = decoder.keep_rows([1, 2])
         more = torch.randint(0, vocabulary, (4,), generator=generator)
@@ -123,9 +123,9 @@ def _probe(model: nn.Module, make_decoder: Callable[..., Decoder], case: _ProbeC
 
 
 def _reference_logits(model: nn.Module, tokens: list[int], first: int, origin: int) -> Tensor:
-    """The model's own logits after `first` tokens and each further token, by full forwards.
+    """The model's own logits after the first `first` tokens and after each later token, by full forwards.
 
-    One forward suffices if logits do not depend on the context's later length; else one per length regime.
+    This takes one forward, or one per length regime if the model has any.
     """
     device = next(model.parameters()).device
     regimes = length_regimes(causal_lm(model))
@@ -145,11 +145,11 @@ def _resumed(
     prompt_of: Sequence[int],
     contexts: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Logits after `contexts`, resumed from the decoder's own cache without some last tokens."""
+    """Logits after `contexts`, resumed from the decoder's own cache with the last tokens removed."""
     prompt_kv = decoder.prompt_kv(prompts)
     rows = []
     for row, prompt in enumerate(prompt_of):
-        # pasts and remainders of different lengths
+        # Cached pasts, and the tokens after them, have different lengths.
         suffix = tuple(contexts[row][len(prompts[prompt]) :][: 1 + row % 2])
         rows.append(CachedRow(prompt_kv[prompt], suffix, decoder.row_kv(row)[:, :, :, : len(suffix)]))
     return decoder.resume(rows, contexts, 1)
@@ -157,10 +157,10 @@ def _resumed(
 
 @dataclass(frozen=True)
 class DecoderChoice:
-    """The fastest decoder that is exact for a model; `reason` says why prompts are not shared, if they are not.
+    """The fastest decoder that is exact for a model.
 
-    `verified_length` is the longest context that a probe verified, None without a limit. `no_graph_reason` says why
-    steps do not run as CUDA graphs although requested.
+    `reason` says why prompts are not shared; it is None if they are. `verified_length` is the longest context that a
+    probe verified (None: no limit). `no_graph_reason` says why requested CUDA graphs are not used.
     """
 
     decoder: Callable[[nn.Module], Decoder]
@@ -170,10 +170,10 @@ class DecoderChoice:
 
 
 def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> DecoderChoice:
-    """Choose the first candidate, fastest first, whose probes match the model.
+    """Choose the fastest decoder whose probes match the model.
 
-    The cache's layer types reveal windows and recurrent states. The probe finds everything else: a model with its own
-    attention would give wrong results without an error.
+    Layer types of the model's cache show windows and recurrent states. Probes detect other differences: a model with
+    custom attention would give wrong results without an error.
     """
     inner = causal_lm(model)
     shared, reason = _shared_candidates(inner)
@@ -189,7 +189,7 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> D
         plain = candidate is _UNSHARED[-1]
         exact = EXACT if candidate in shared or next(model.parameters()).is_cuda else _EXACT_CACHE
         cases = _cases(model, shared=candidate in shared, own_step=own_step)
-        # without a cache it is the plain forward, whose rounding may differ in a batch
+        # The plain decoder runs the model's forward without a cache. Its rounding may differ in a batch.
         fault = _probe_error(model, make_decoder, cases, exact, slack=_SLACK if plain and rounds(model) else 1.0)
         if fault is None:
             note = None if candidate in shared else f"{reason}{_RECOMPUTE_NOTES.get(candidate, '')}"
@@ -212,7 +212,7 @@ def choose_decoder(model: nn.Module, *, graphs: DecodeGraphs | None = None) -> D
 
 
 def _model_fault(model: nn.Module) -> str | None:
-    """Why a decoder cannot be compared with the model: its logits are not finite or not deterministic."""
+    """Why decoders cannot be compared with the model (logits not finite or not deterministic), or None."""
     ids = torch.arange(3, 11, device=next(model.parameters()).device).unsqueeze(0)
     with torch.no_grad():
         first, again = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
@@ -222,7 +222,7 @@ def _model_fault(model: nn.Module) -> str | None:
 
 
 def _batch_dependence(model: nn.Module) -> float:
-    """The largest difference between a row's logits alone and beside another row of the same length."""
+    """The largest difference between a row's logits in a batch of one and in a batch of two rows of equal length."""
     ids = torch.arange(3, 19, device=next(model.parameters()).device).reshape(2, 8)
     with torch.no_grad():
         alone, beside = (model(input_ids=rows, use_cache=False).logits[0] for rows in (ids[:1], ids))
@@ -242,7 +242,7 @@ _RECOMPUTE_NOTES = {
 
 
 def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
-    """The decoders with shared prompts that suit the model's cache, or why there are none."""
+    """The decoders with shared prompts that support the model's cache, or the reason why there are none."""
     try:
         layers = [layer for layer in DynamicCache(config=inner.config).layers if not _is_full_attention(inner, layer)]
     except Exception as error:
@@ -257,7 +257,7 @@ def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
 
 
 def _is_full_attention(inner: nn.Module, layer: Any) -> bool:
-    """Whether a layer's window covers the model's context, so that it is full attention."""
+    """Whether a layer's attention is full, or its window covers the model's whole context."""
     context = context_length(inner)
     return type(layer) is DynamicSlidingWindowLayer and context is not None and layer.sliding_window >= context
 
@@ -265,13 +265,13 @@ def _is_full_attention(inner: nn.Module, layer: Any) -> bool:
 def _probe_error(
     model: nn.Module, decoder: Callable[..., Decoder], cases: Sequence[_ProbeCase], exact: float, slack: float
 ) -> str | None:
-    """What is wrong with a decoder, or None."""
+    """The error of a decoder as a sentence, or None."""
     for case in cases:
         try:
             draw = partial(_probe, model, decoder, case)
             fault = judge(draw, exact=exact, slack=slack, routed=has_experts(model))
         except torch.OutOfMemoryError:
-            raise  # not the decoder's fault
+            raise  # this error does not depend on the decoder
         except Exception as error:  # a user's model may raise anything; other decoders may work
             return _error_line(error)
         if fault is not None:

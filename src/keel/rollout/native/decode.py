@@ -1,4 +1,4 @@
-"""Decoders: prefill and decode steps of a model, with shared prompts where that is exact."""
+"""Decoders: prefill and decode steps of a model, with shared prompts if that is exact."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from keel.rollout.sampling import SamplingParams
 
 
 class Decoder(Protocol):
-    """The interface to the engine: `prefill` reads prompts, `step` takes a token per row, `keep_rows` drops other rows.
+    """The interface of decoders: `prefill` reads prompts, `step` takes a token per row, `keep_rows` drops other rows.
 
-    `traits` inform the scheduler. A decoder with `can_resume` can also export its KV cache, resume from it, and join
-    decoders of its kind. One with `traits.graphed` draws on the device: `begin` and `draw_and_step`.
+    The scheduler reads `traits`. A decoder with `can_resume` can also export its KV cache, resume from it, and join
+    decoders of the same class. A decoder with `traits.graphed` draws on the device, by `begin` and `draw_and_step`.
     """
 
     can_resume: bool
@@ -44,7 +44,7 @@ class Decoder(Protocol):
 def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
     """Give the LM head only the hidden state at each row's `last` position.
 
-    A hook on the input, so that the model's later operations on logits (softcap, scale) still apply.
+    A hook changes the head's input, so the model's later operations on logits (soft cap, scale) still apply.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ def _last_hidden_only(model: Any, last: Tensor) -> Iterator[None]:
 class SharedPrefixDecoder:
     """Prefills every distinct prompt once and stores its keys and values once.
 
-    With `own_step`, Keel's step replaces the model's forward; with `graphs`, steps are fused and run as CUDA graphs.
+    With `own_step`, Keel's step replaces the model's forward. With `graphs`, steps are fused and run as CUDA graphs.
     """
 
     can_resume = True
@@ -93,8 +93,8 @@ class SharedPrefixDecoder:
     def resume(self, rows: Sequence[CachedRow], contexts: Sequence[Sequence[int]], length: int) -> Tensor:
         """Prefill the tokens of `contexts` (all tokens of each row) after the cached `rows`.
 
-        All rows have one shape and end in the same column: a row with fewer new tokens recomputes some of its last
-        ones, or computes masked pad columns before its past.
+        All rows have the same width and end in the same column. A row with fewer new tokens recomputes some of its last
+        tokens, or computes masked pad columns before its past.
         """
         prompts = {row.prompt.tokens: row.prompt for row in rows}
         group_index = {key: index for index, key in enumerate(prompts)}
@@ -127,7 +127,7 @@ class SharedPrefixDecoder:
         return out.logits[:, -1]
 
     def prompt_kv(self, prompts: Sequence[Sequence[int]]) -> list[CachedPrompt]:
-        """A copy of each prompt's keys and values, just after `prefill`."""
+        """A copy of each prompt's keys and values. Call it directly after `prefill`."""
         prefix = self.cache.prefix
         pairs = [torch.stack(pair) for pair in zip(prefix.keys, prefix.values, strict=True)]
         return [
@@ -136,7 +136,7 @@ class SharedPrefixDecoder:
         ]
 
     def row_kv(self, row: int) -> Tensor:
-        """A copy of the keys and values of a row's tokens after its prompt, without the newest."""
+        """A copy of the keys and values of a row's tokens after its prompt, without the newest token."""
         return self.cache.row_kv(row)
 
     def _prefill_prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[Prefix, Tensor]:
@@ -153,7 +153,7 @@ class SharedPrefixDecoder:
         return Prefix(tuple(map(tuple, prompts)), tuple(keys), tuple(values)), logits
 
     def _prefill_chunk(self, prompts: Sequence[Sequence[int]], width: int) -> tuple[Any, Tensor]:
-        """Prefill right-padded prompts; causal attention never reads the padding, so no mask is needed."""
+        """Prefill right-padded prompts without a mask: causal attention never reads the padding."""
         ids = torch.tensor([[*prompt, *[prompt[-1]] * (width - len(prompt))] for prompt in prompts], device=self.device)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         positions = (self.origin + torch.arange(width, device=self.device)).expand(len(prompts), -1)
@@ -184,12 +184,12 @@ class SharedPrefixDecoder:
         return self.graphs.logits(self.cache)
 
     def begin(self, logits: Tensor, *draws: Sequence[int]) -> None:
-        """Start drawing on the device: see `DecodeState.begin`."""
+        """Start drawing on the device; see `DecodeState.begin`."""
         assert self.graphs is not None
         self.graphs.begin(self.cache, logits, *draws)
 
     def draw_and_step(self, sampling: SamplingParams, *, last: bool) -> Tensor:
-        """Draw a token per row and decode it unless `last`; returns tokens and log-probabilities `[3, B]`."""
+        """Draw a token per row and decode it unless `last`; return tokens and log-probabilities `[3, B]`."""
         assert self.graphs is not None
         self.cache.grow_if_full()
         numbers = self.graphs.draw_and_step(self.cache, sampling, last=last)
@@ -203,27 +203,27 @@ class SharedPrefixDecoder:
         return order
 
     def join(self, other: SharedPrefixDecoder, length: int) -> None:
-        """Append the other's rows, with room for `length` more tokens of each."""
+        """Append the rows of another decoder, with room for `length` more tokens per row."""
         self.cache = self.cache.joined(other.cache, length)
 
 
 class UnsharedPrefixDecoder:
-    """The fallback for models with their own attention: each row prefills its prompt into transformers' cache.
+    """The fallback for models with custom attention: each row prefills its prompt into transformers' cache.
 
-    Rows of equal prompt length run together without padding or mask, which sliding windows and recurrent layers need.
-    Positions are passed if the model takes them, since some models (Bamba) do not continue from their cache. `drop` is
-    the cache's method that drops rows; with None the remaining rows are prefilled again. A model without a cache, or
-    with a wrong one (`cached` False), reads all tokens at every step.
+    Rows of equal prompt length run together without padding or mask, as sliding windows and recurrent layers require.
+    Positions are passed if the model takes them, because some models (Bamba) do not continue from their cache. `drop`
+    is the cache's method that drops rows (None: prefill the remaining rows again). With `cached` False, for models
+    without a correct cache, every step reads all tokens.
     """
 
     can_resume = False
-    traits = Traits()  # joining rows would form their own bucket: one more forward per step
+    traits = Traits()  # rows do not join: they would form their own bucket and cost one more forward per step
 
     def __init__(
         self, model: nn.Module, *, drop: str | None = "reorder_cache", cached: bool = True, origin: int = 0
     ) -> None:
         self.model = model
-        self.origin = origin  # as above
+        self.origin = origin  # the position of the first token, set by probes
         self.inner = causal_lm(model)
         self.device = next(model.parameters()).device
         self.drop, self.cached = drop, cached
@@ -279,14 +279,14 @@ class UnsharedPrefixDecoder:
 
 
 class SwitchingDecoder:
-    """For models whose rotary tables change beyond some context length (LongRoPE).
+    """A decoder for models whose rotary tables change at some context length (LongRoPE).
 
-    Rows of each length regime have their own decoder. A row that crosses the length is prefilled again, because its
-    cached keys were rotated for shorter contexts.
+    Each length regime has its own decoder. A row that enters another regime is prefilled again, because its cached keys
+    were rotated for shorter contexts.
     """
 
     can_resume = False
-    traits = Traits()  # joining rows would have to be split by length
+    traits = Traits()  # rows do not join: they would have to be split by length
 
     def __init__(
         self, model: nn.Module, *, inner: Callable[..., Decoder], regimes: LengthRegimes, origin: int = 0
@@ -326,7 +326,7 @@ class SwitchingDecoder:
         return self.regimes.of(self.origin + len(context))
 
     def _drop_rows_except(self, live: set[int]) -> None:
-        """Drop all rows but these, without renumbering."""
+        """Drop all rows except `live`, without renumbering."""
         parts = []
         for regime, decoder, rows in self.parts:
             indices = [i for i, row in enumerate(rows) if row in live]

@@ -13,12 +13,14 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import eos_ids
+from keel.models.low_rank import trial_adapters
 from keel.models.tokenizer import context_length
 from keel.rollout.engine import Answer, Engine, Interrupted
 from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
-from keel.rollout.native.graph import DecodeGraphs
+from keel.rollout.native.fused import fusion_obstacle, join_projections
+from keel.rollout.native.graph import DecodeGraphs, graph_obstacle
 from keel.rollout.native.scheduler import Scheduler
 from keel.rollout.native.turn_cache import TurnCache, weights_version
 from keel.rollout.native.weights import WeightCopy
@@ -28,13 +30,13 @@ from keel.rollout.stops import StopStrings
 
 
 class NativeEngine(Engine):
-    """Samples from a transformers model, plain or adapted by peft.
+    """Samples from a transformers model, with or without peft adapters.
 
-    By default it shares the policy's weights. With `copy=True` (implied by a `dtype` or `device`) it holds a copy, with
-    `merge=True` with the active adapters merged; `sync` updates the copy and `is_stale` says whether that is needed.
-    `kv_cache_bytes` limits the KV cache between turns: a request that continues a turn prefills only new tokens, a
-    group's prompt is stored once, and `release` frees the cache. With `graphs`, decode steps run as CUDA graphs where
-    possible; graphs are kept across rollouts, and `captured_graphs` counts them.
+    By default it shares the policy's weights. With `copy=True`, or a `dtype` or `device`, it holds a copy: `sync`
+    updates the copy, and `is_stale` says whether it is outdated. LoRA adapters are applied unmerged in every step.
+    `kv_cache_bytes` limits the KV cache between turns. A request that continues a turn then prefills only new tokens,
+    and a group's prompt is stored once. `release` frees the cache. With `graphs`, decode steps run as CUDA graphs if
+    possible. Graphs are kept across rollouts, and `captured_graphs` counts them.
     """
 
     native = True
@@ -47,15 +49,14 @@ class NativeEngine(Engine):
         copy: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        merge: bool = False,
         kv_cache_bytes: int = 0,
         graphs: bool = True,
     ) -> None:
         if getattr(tokenizer, "eos_token_id", None) is None:
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
-        copied = copy or merge or dtype is not None or device is not None
+        copied = copy or dtype is not None or device is not None
         self._policy = model
-        self._copy = WeightCopy(model, dtype=dtype, device=device, merge=merge) if copied else None
+        self._copy = WeightCopy(model, dtype=dtype, device=device) if copied else None
         self.shares_weights = not copied
         self.version = 0 if copied else None
         self.tokenizer = tokenizer
@@ -64,7 +65,10 @@ class NativeEngine(Engine):
         self.context = context_length(causal_lm(model))
         self._interrupted = False
         self._graphs = DecodeGraphs()
-        with evaluating(self.model), self._graphs.raising():
+        inner = causal_lm(model)
+        if not copied and graphs and graph_obstacle(inner) is None and fusion_obstacle(inner) is None:
+            join_projections(model)
+        with evaluating(self.model), trial_adapters(self.model), self._graphs.raising():
             chosen = choose_decoder(self.model, graphs=self._graphs if graphs else None)
             if graphs and chosen.no_graph_reason is None:
                 self._graphs.warm()
@@ -123,7 +127,7 @@ class NativeEngine(Engine):
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
-        """Completions of each request, in order; a bad request is refused before anything is computed."""
+        """The completions of each request, in order. All requests are checked before anything is computed."""
         rows = self._decode_rows(requests, sampling, (seed, attempt, step), set())
         self._run(rows, sampling, (seed, attempt, step))
         completions = iter([row.turn(self._stops).completion for row in rows])
@@ -139,10 +143,10 @@ class NativeEngine(Engine):
         attempt: int = 0,
         step: int = 0,
     ) -> None:
-        """Sample multi-turn episodes: requests returned by `answer` join the running rows.
+        """Sample multi-turn episodes. Requests that `answer` returns join the running rows.
 
-        When `answer` is called depends on the samples, not on timing. While slots are empty it is called again without
-        turns, for requests that became ready.
+        The steps at which `answer` is called depend on the samples, not on timing. While slots are empty, it is called
+        without turns, to get requests that became ready in the meantime.
         """
         noise = (seed, attempt, step)
         seen: set[tuple[str, int, int]] = set()
@@ -160,7 +164,7 @@ class NativeEngine(Engine):
         noise: tuple[int, int, int],
         seen: set[tuple[str, int, int]],
     ) -> list[OpenRow]:
-        """`open_rows`, with a check of the verified length."""
+        """Call `open_rows` and check the verified length."""
         batch = list(requests)
         rows = open_rows(batch, sampling, self.context, noise, seen)
         for request in batch:
@@ -168,7 +172,7 @@ class NativeEngine(Engine):
         return rows
 
     def check(self, request: Request, sampling: SamplingParams) -> None:
-        """Also refuse contexts beyond a window that no probe could cross: their decoding is not verified."""
+        """Refuse a request that cannot be sampled, or whose context is longer than the verified length."""
         super().check(request, sampling)
         longest = len(request.tokens) + request.limit(sampling)
         if self._verified_length is not None and longest > self._verified_length:
@@ -185,7 +189,7 @@ class NativeEngine(Engine):
         noise: tuple[int, int, int],
         next_rows: Callable[[list[OpenRow]], list[OpenRow]] | None = None,
     ) -> None:
-        """Sample rows to their ends, and those that `next_rows` returns for finished rows."""
+        """Sample all rows to their ends, including the rows that `next_rows` returns for finished rows."""
         waiting = _by_length(rows)
         scheduler = Scheduler(len(rows), sampling.max_batch, self._traits)
         stops = tuple({*sampling.stop_ids, *(() if sampling.ignore_eos else self.eos_ids)})
@@ -195,7 +199,7 @@ class NativeEngine(Engine):
                 if self.turn_cache.limit:
                     self.turn_cache.use_for(*noise, weights_version(self.model))
                 waiting, ended = self._sample(batch, waiting, pausing=next_rows is not None)
-                if next_rows is not None:  # may call user code, so the model is restored first
+                if next_rows is not None:  # may call user code, so `_sample` has restored the model's mode
                     waiting = [*_by_length(next_rows(ended)), *waiting]
         finally:
             self._graphs.release()
@@ -203,7 +207,7 @@ class NativeEngine(Engine):
     def _sample(
         self, batch: DecodeBatch, waiting: list[OpenRow], *, pausing: bool
     ) -> tuple[list[OpenRow], list[OpenRow]]:
-        """Decode until nothing is left, or with `pausing` until rows could join; returns (waiting, ended)."""
+        """Decode all rows, or with `pausing` until other rows may join; return (waiting, ended)."""
         ended: list[OpenRow] = []
         with evaluating(self.model):
             while True:
@@ -228,11 +232,11 @@ class NativeEngine(Engine):
     def _record(self, rows: list[OpenRow], numbers: list[list[float]], sampling: SamplingParams) -> None:
         """Append each row's token, and set the stop_reason of finished rows."""
         for row, drawn, row_logp, row_filtered in zip(rows, *numbers, strict=True):
-            if row.stop_reason:  # ended, but still in the batch
+            if row.stop_reason:  # the row has ended but is still in the batch
                 continue
             row.append((int(drawn), row_logp, row_filtered), self._stops, sampling, self.eos_ids)
 
 
 def _by_length(rows: Sequence[OpenRow]) -> list[OpenRow]:
-    """Sort by context length, for less padding; rows of a request stay neighbours."""
+    """Sort by context length, to reduce padding. Rows of one request stay adjacent."""
     return sorted(rows, key=lambda row: len(row.request.tokens))

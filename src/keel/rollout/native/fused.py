@@ -1,8 +1,9 @@
-"""The decode step on a GPU, for models of Llama's shape (Llama, Qwen2, Qwen3, Mistral, Gemma) and GPT-2's.
+"""A fused decode step on a GPU for the architectures of Llama (Llama, Qwen2, Qwen3, Mistral, Gemma) and GPT-2.
 
-Launches dominate the cost outside of matrix products, so norms, rotations, attention and activations are one kernel
-each (`kernels.py`): nine launches per layer instead of fifty. It reads the modules' live weights and is used only if a
-numerical probe finds it equal to the model.
+Outside of matrix products, kernel launches take most of the time. So norms, rotations, attention and activations are
+one kernel each (`kernels.py`). This gives nine launches per layer instead of fifty, and two more for the adapters of
+each product. The step reads the modules' weights, and copies of their adapters (`refresh`). It is used only if a
+numerical probe finds it as close to fp32 as the model's own forward.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from keel.models.head import is_plain_linear
+from keel.models.low_rank import LowRank, low_rank
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.state import DecodeState
+from keel.rollout.native.streams import beside
 from keel.rollout.sampling import SamplingParams
 
-_ACTIVATIONS = {  # by class name of the module
+_ACTIVATIONS = {  # keys: class names of the modules
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "NewGELUActivation": "gelu_tanh",
@@ -38,9 +41,16 @@ class FusedStep:
     def __init__(self, inner: Any) -> None:
         self.blocks: _Llama | _GPT2Blocks = _Llama(inner) if is_llama_shaped(inner) else _GPT2Blocks(inner)
         self.repeats = self.blocks.heads // self.blocks.kv_heads
+        linears = [part for layer in self.blocks.layers for part in vars(layer).values() if type(part) is _Linears]
+        self._adapters = [part.adapters for part in linears if part.adapters is not None]
+
+    def refresh(self) -> None:
+        """Copy the current adapters. Other weights are read at every step."""
+        for adapters in self._adapters:
+            adapters.refresh()
 
     def __call__(self, state: DecodeState, rows: int, tile: int) -> None:
-        """Compute the next logits of the first `rows` rows; `tile` queries share a read of a prompt's keys."""
+        """Compute the next logits of the first `rows` rows. `tile` queries share one read of a prompt's keys."""
         from keel.rollout.native import kernels  # needs Triton
 
         blocks = self.blocks
@@ -60,7 +70,7 @@ class FusedStep:
 
 
 def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
-    """Draw a token for each of the first rows: by a kernel, or by torch with filters or greedy sampling."""
+    """Draw a token for each of the first `rows` rows. A kernel draws plain samples; torch draws the other kinds."""
     if sampling.greedy or sampling.filtered:
         state.draw(rows, sampling)
         return
@@ -69,7 +79,7 @@ def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
     kernels.draw(state, rows, sampling.temperature)
 
 
-_Norm = tuple[Tensor, Tensor | None, float, float, bool]  # weight, bias, eps, the weight's offset, centred
+_Norm = tuple[Tensor, Tensor | None, float, float, bool]  # weight, bias, eps, offset added to the weight, centred
 
 
 def _norm(module: Any) -> _Norm:
@@ -85,7 +95,8 @@ class _Llama:
         self._base, self.lm_head = base, inner.lm_head
         self.heads, self.kv_heads = inner.config.num_attention_heads, inner.config.num_key_value_heads
         self.size = base.layers[0].self_attn.head_dim
-        self.layers: list[Any] = [_LlamaLayer(layer) for layer in base.layers]
+        dtype = base.embed_tokens.weight.dtype
+        self.layers: list[Any] = [_LlamaLayer(layer, dtype) for layer in base.layers]
         self.last_norm = _norm(base.norm)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -98,11 +109,11 @@ class _Llama:
 
 
 class _LlamaLayer:
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._qkv = _JoinedLinear((attention.q_proj, attention.k_proj, attention.v_proj))
-        self._gate_up = _JoinedLinear((mlp.gate_proj, mlp.up_proj))
-        self.out, self._down = attention.o_proj, mlp.down_proj
+        self.qkv = _Linears(dtype, attention.q_proj, attention.k_proj, attention.v_proj)
+        self._gate_up = _Linears(dtype, mlp.gate_proj, mlp.up_proj)
+        self.out, self._down = _Linears(dtype, attention.o_proj), _Linears(dtype, mlp.down_proj)
         self.first_norm, self.second_norm = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
         self.scaling = attention.scaling
         self.head_norms: tuple[Tensor, Tensor, float, float] | None = None
@@ -111,16 +122,12 @@ class _LlamaLayer:
             self.head_norms = (q_weight, k_norm[0], eps, offset)
         self._activation = _activation(mlp.act_fn)
 
-    def qkv(self, x: Tensor) -> Tensor:
-        return self._qkv(x)
-
     def mlp(self, x: Tensor) -> Tensor:
         from keel.rollout.native import kernels
 
         both = self._gate_up(x)
         width = both.shape[1] // 2
-        y: Tensor = self._down(kernels.activate(both[:, :width], both[:, width:], self._activation))
-        return y
+        return self._down(kernels.activate(both[:, :width], both[:, width:], self._activation))
 
 
 class _GPT2Blocks:
@@ -137,7 +144,7 @@ class _GPT2Blocks:
         return hidden
 
     def rotations(self, hidden: Tensor, positions: Tensor) -> None:
-        """None: positions are in the embedding."""
+        """Return None, because GPT-2 adds positions to the embedding."""
 
 
 class _GPT2Layer:
@@ -155,17 +162,28 @@ class _GPT2Layer:
         return y
 
 
-class _JoinedLinear:
-    """Several linear layers with the same input, as one product if their weights are contiguous in memory."""
+class _Linears:
+    """Linear layers of the same input, computed as one product if their weights are contiguous in memory."""
 
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self.modules = modules
-        self.joined = all(map(is_plain_linear, modules)) and are_contiguous([module.weight for module in modules])
-        biases = [module.bias for module in modules if self.joined and module.bias is not None]
+    def __init__(self, dtype: torch.dtype, *modules: Any) -> None:
+        adapters = [low_rank(module) for module in modules]
+        self.modules: list[Any] = [m if a is None else a.base for m, a in zip(modules, adapters, strict=True)]
+        self.joined = all(map(is_plain_linear, self.modules)) and are_contiguous([m.weight for m in self.modules])
+        biases = [module.bias for module in self.modules if self.joined and module.bias is not None]
         self.joined = self.joined and len(biases) in (0, len(modules)) and (not biases or are_contiguous(biases))
         self.sizes = [module.out_features for module in modules]
+        self.adapters = _Adapters(adapters, self.sizes, dtype) if any(adapters) else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.adapters is None:
+            return self._base(x)
+        with beside(x.device) as joined:
+            inner = x @ self.adapters.down.t()
+        y = self._base(x)
+        joined()
+        return y.addmm_(inner, self.adapters.up.t())
+
+    def _base(self, x: Tensor) -> Tensor:
         if self.joined:
             weight, bias = self.modules[0].weight, self.modules[0].bias
             weight = weight.detach().as_strided((sum(self.sizes), weight.shape[1]), weight.stride())
@@ -175,6 +193,30 @@ class _JoinedLinear:
         for module, part in zip(self.modules, out.split(self.sizes, dim=1), strict=True):
             _project(module, x, part)
         return out
+
+
+class _Adapters:
+    """The LoRA adapters of layers with the same input, computed as two products: stacked A, block-diagonal s · B.
+
+    They are copies in the dtype of the step, because peft keeps adapters in fp32.
+    """
+
+    def __init__(self, adapters: Sequence[LowRank | None], sizes: Sequence[int], dtype: torch.dtype) -> None:
+        ranks = [0 if adapter is None else len(adapter.down) for adapter in adapters]
+        like = next(adapter.down for adapter in adapters if adapter is not None)
+        self.down = like.new_zeros(sum(ranks), like.shape[1], dtype=dtype)
+        self.up = like.new_zeros(sum(sizes), sum(ranks), dtype=dtype)
+        self._copies: list[tuple[Tensor, Tensor, float]] = []
+        rows = zip(adapters, self.down.split(ranks), self.up.split(list(sizes)), strict=True)
+        for index, (adapter, down, up) in enumerate(rows):
+            if adapter is not None:
+                self._copies.append((down, adapter.down, 1.0))
+                self._copies.append((up.split(ranks, dim=1)[index], adapter.up, adapter.scale))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        for mine, weight, scale in self._copies:
+            torch.mul(weight, scale, out=mine)
 
 
 def _project(module: Any, x: Tensor, out: Tensor) -> None:
@@ -195,18 +237,32 @@ def are_contiguous(weights: Sequence[Tensor]) -> bool:
 
 
 def join_projections(model: nn.Module) -> None:
-    """Move the weights of projections with the same input into one storage, in place; only for unsaved copies."""
+    """Move the weights of projections with the same input into one storage, so that a step reads them as one matrix.
+
+    The parameters stay the same objects. They train and are saved as before.
+    """
+    joined = False
     for module in model.modules():
         for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             parts = [getattr(module, name, None) for name in names]
+            parts = [getattr(part, "base_layer", part) for part in parts]  # under an adapter
             if not all(type(part) is nn.Linear for part in parts):
                 continue
             for tensors in ([part.weight for part in parts], [part.bias for part in parts]):  # type: ignore[union-attr]
-                if any(tensor is None for tensor in tensors):
-                    continue
-                joined = torch.cat([tensor.detach() for tensor in tensors])
-                for tensor, view in zip(tensors, joined.split([len(tensor) for tensor in tensors]), strict=True):
-                    tensor.data = view
+                if _can_be_joined(tensors):
+                    whole = torch.cat([tensor.detach() for tensor in tensors])
+                    for tensor, view in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+                        tensor.data = view
+                    joined = True
+    if joined and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # free the separate weights, which are smaller than a joined one
+
+
+def _can_be_joined(tensors: Sequence[Tensor | None]) -> bool:
+    if any(tensor is None or not tensor.is_contiguous() for tensor in tensors):
+        return False
+    there = [tensor for tensor in tensors if tensor is not None]
+    return len({(tensor.dtype, tensor.device) for tensor in there}) == 1 and not are_contiguous(there)
 
 
 def _activation(module: nn.Module) -> str:

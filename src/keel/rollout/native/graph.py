@@ -1,7 +1,7 @@
 """Decode steps as CUDA graphs: all kernels of a step are launched at once.
 
-A graph has fixed addresses and sizes. Those of a `DecodeState` do not change, so a graph is valid while the weights
-stay at their addresses. There is one per bucket of rows and sampling setting, captured once and replayed in every
+A graph has fixed addresses and sizes. Those of a `DecodeState` do not change, so a graph stays valid until weights move
+to other addresses. There is one graph per row bucket and sampling setting. It is captured once and replayed in every
 rollout.
 """
 
@@ -29,7 +29,7 @@ from keel.rollout.sampling import SamplingParams, sorts_all
 
 @dataclass(frozen=True)
 class _GraphPool:
-    """A device's stream and memory pool for graphs, and a graph that keeps the pool alive."""
+    """The stream and the memory pool of a device's graphs, and a graph that keeps the pool alive."""
 
     stream: Any
     handle: Any
@@ -49,7 +49,7 @@ def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None
         try:
             graph = _capture_graph(work, pool)
         except BaseException:
-            _pools.pop(device)  # its pool may be left half captured
+            _pools.pop(device)  # the failed capture may leave the pool unusable
             raise
     replay: Callable[[], None] = graph.replay
     return replay
@@ -61,13 +61,13 @@ def _capture_graph(work: Callable[[], Any], pool: _GraphPool) -> Any:
     before = random.clone_state()
     pool.stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(pool.stream):
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # tools in threads may use the GPU
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")  # other threads may use the GPU
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # raises for the same failure
+            with suppress(RuntimeError):  # capture_end raises again for the same failure
                 graph.capture_end()
-            random.graphsafe_set_state(before)  # a failed capture leaves it in capture mode
+            random.graphsafe_set_state(before)  # a failed capture leaves the generator in capture mode
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(pool.stream)
@@ -77,7 +77,7 @@ def _capture_graph(work: Callable[[], Any], pool: _GraphPool) -> Any:
 class DecodeGraphs:
     """The graphs of one engine and their state.
 
-    `captured` counts the captured graphs. `failure` says why capturing failed; steps then run without graphs.
+    `captured` is the number of captured graphs. If capturing fails, `failure` says why and steps run without graphs.
     """
 
     def __init__(self) -> None:
@@ -101,23 +101,24 @@ class DecodeGraphs:
             self._raises = False
 
     def warm(self) -> None:
-        """Compile the kernels of a rollout, on inactive rows."""
+        """Compile the kernels of a rollout by running them on inactive rows."""
         if self.state is not None:
             self.release()
             self.state.restart(0, 0)
-            self.state.geometry.zero_()  # no pieces of prompts
+            self.state.geometry.zero_()  # without prompts
             for tile in (16, 64):
                 self._work(min(8, self.state.rows), tile, SamplingParams())
 
     def use(self, model: nn.Module) -> None:
-        """Use this model's weights; graphs are dropped if addresses changed."""
+        """Use the current weights of this model. Graphs are dropped if addresses have changed."""
         weights = weights_layout(model)
         if weights != self._weights:
             self.clear()
             self._step, self._weights = FusedStep(causal_lm(model)), weights
+        self._step.refresh()
 
     def step(self, tokens: Tensor, cache: SharedPrefixCache) -> Tensor:
-        """The logits after these tokens."""
+        """Decode these tokens and return the next logits."""
         state = self._attach(cache)
         state.restart(len(tokens), cache.length)
         state.feed(tokens)
@@ -129,16 +130,16 @@ class DecodeGraphs:
         return self._attach(cache).logits[: len(cache.group_of)].clone()  # the next step overwrites them
 
     def begin(self, cache: SharedPrefixCache, logits: Tensor, *draws: Sequence[int]) -> None:
-        """Start drawing on the device: see `DecodeState.begin`."""
+        """Start drawing on the device; see `DecodeState.begin`."""
         self._loaded = ()  # row indices may be reused
         self._attach(cache).begin(logits, *draws)
 
     def draw_and_step(self, cache: SharedPrefixCache, sampling: SamplingParams, *, last: bool) -> Tensor:
-        """Draw a token per row and decode it unless `last`; returns tokens and log-probabilities `[3, B]`."""
+        """Draw a token per row and decode it unless `last`; return tokens and log-probabilities `[3, B]`."""
         state, rows = self._attach(cache), len(cache.group_of)
         if last:
             draw(state, rows, sampling)
-        elif sorts_all(sampling, state.logits.shape[-1]):  # the number of kept tokens is needed on the host
+        elif sorts_all(sampling, state.logits.shape[-1]):  # not as a graph: the host needs the number of kept tokens
             draw(state, rows, sampling)
             self._run(rows, None)
         else:
@@ -146,13 +147,13 @@ class DecodeGraphs:
         return state.numbers[:, :rows]
 
     def select(self, cache: SharedPrefixCache, order: Sequence[int]) -> None:
-        """Keep these rows, in the cache's new order."""
+        """Keep the rows `order`, in this order."""
         if self.state is not None and self._loaded and self._loaded[0] is cache:
             self.state.select(order)
             self._load(cache)
 
     def release(self) -> None:
-        """Release the KV cache; graphs stay."""
+        """Release the KV cache but keep the graphs."""
         self._loaded = ()
         if self.state is not None:
             self.state.release()
@@ -165,7 +166,7 @@ class DecodeGraphs:
         self._warm.clear()
 
     def _attach(self, cache: SharedPrefixCache) -> DecodeState:
-        """The state, with this cache in it."""
+        """The state after loading this cache into it."""
         rows = len(cache.group_of)
         if self.state is None or not self.state.fits(cache):
             self._graphs.clear()
@@ -185,7 +186,7 @@ class DecodeGraphs:
         self._loaded = (cache, cache.layout, cache.suffix_kv)
 
     def _run(self, rows: int, sampling: SamplingParams | None) -> None:
-        """Replay the graph of this row count; its first use also captures those of all smaller counts."""
+        """Replay the graph for this number of rows. The first use also captures the graphs for all smaller numbers."""
         assert self.state is not None
         tile = self.state.tile
         way: tuple[Any, ...] = (tile, None)
@@ -207,7 +208,7 @@ class DecodeGraphs:
         assert self.state is not None
         if self.failure is not None:
             return work
-        if way not in self._warm:  # run once without a graph, to compile kernels and initialise libraries
+        if way not in self._warm:  # the first run, without a graph, compiles kernels and initialises libraries
             self._warm.add(way)
             with self.state.unchanged():
                 work()

@@ -1,10 +1,12 @@
-"""Triton kernels of a decode step, for everything except matrix products.
+"""Triton kernels for all operations of a decode step except matrix products. Import on a GPU only.
 
-Imported only on a GPU. Activations are rows `[B, features]`; everything is computed in fp32 and rounded once.
+Activations are rows `[B, features]`. Results are computed in fp32 and rounded once.
 """
 
 # mypy: ignore-errors
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 import triton
@@ -19,6 +21,7 @@ from keel.rollout.native.state import (
     SUFFIX_PARTS,
     DecodeState,
 )
+from keel.rollout.native.streams import beside
 from keel.rollout.sampling import block_shape
 
 
@@ -64,7 +67,7 @@ def norm(
     offset: float = 0.0,
     centred: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """residual + x (if given), and its RMS norm, or layer norm if `centred`."""
+    """The sum residual + x (x may be None), and the sum's RMS norm, or its layer norm if `centred`."""
     rows, width = residual.shape
     total, out = residual if x is None else torch.empty_like(residual), torch.empty_like(residual)
     _norm_kernel[(rows,)](
@@ -109,7 +112,7 @@ def _activate_kernel(
 
 
 def activate(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """act(gate) · up, or act(gate) without `up`; rows need not be contiguous."""
+    """act(gate) · up, or act(gate) if `up` is None. Rows need not be contiguous."""
     rows, width = gate.shape
     out = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
     other = gate if up is None else up
@@ -148,7 +151,7 @@ def _rotated(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Queries or keys of these rows and heads `[M, D]`, normed and rotated, in fp32."""
+    """Load the queries or keys `[M, D]` of these rows and heads, and norm and rotate them in fp32."""
     within = d < SIZE
     inside = real[:, None] & within[None, :]
     source = qkv + row[:, None] * stride + head[:, None] * SIZE
@@ -172,7 +175,7 @@ def _rotated(
 
 @triton.jit
 def _store_part(part, part_lse, entry, d, peak, total, out, real, SIZE: tl.constexpr):
-    """Store the result of a piece of keys: its values, and the log2 of its weight."""
+    """Store the attention output of a piece of keys, and the log2 of its softmax sum."""
     safe = tl.where(total > 0, total, 1.0)
     tl.store(part_lse + entry, tl.where(total > 0, peak + tl.log2(safe), -1e30), mask=real)
     tl.store(part + entry[:, None] * SIZE + d[None, :], out / safe[:, None], mask=real[:, None] & (d < SIZE)[None, :])
@@ -208,7 +211,7 @@ def _prompt_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Pieces of prompts, each with all the queries of its rows."""
+    """Attention over one piece of a prompt, for a tile of the queries of the prompt's rows."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     kv_head = tl.program_id(1)
@@ -283,13 +286,11 @@ def _suffix_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Pieces of the rows' own keys.
+    """Attention over one piece of a row's own keys.
 
-    The cache and the parts are loaded and stored here, at different cells. The first piece stores the newest key, and
-    no program loads it from the cache. With one piece a row, a program loads the parts of the prompt; with several, it
-    stores its own part and loads none.
-
-    If a row's keys are one piece, the prompt's parts are merged here.
+    Loads and stores of the cache and of the parts never overlap. The program of the first piece stores the newest key,
+    and no program loads this key from the cache. If a row's keys are one piece, its program loads the parts of the
+    prompt and merges them. If there are several pieces, each program stores its own part and loads no other.
     """
     row = (tl.program_id(0) // splits).to(tl.int64)
     split = tl.program_id(0) % splits
@@ -403,10 +404,10 @@ def attend(
     kv_heads: int,
     tile: int,
 ) -> Tensor:
-    """Attention of each row's newest query over its prompt, which a group reads once, and its own keys; `[B, H·D]`.
+    """Attention `[B, H·D]` of each row's newest query over its prompt and its own keys. A group reads its prompt once.
 
-    `qkv` `[B, (heads + 2 kv_heads)·D]` is normed and rotated on the way; the newest keys and values are stored.
-    Prompts, and where rows are few their own keys too, are read in pieces by many programs at once.
+    Queries and keys in `qkv` `[B, (heads + 2 kv_heads)·D]` are normed and rotated. The newest keys and values are
+    stored. Prompts are split into pieces for parallel programs. If there are few rows, so are the rows' own keys.
     """
     rows, size = len(qkv), qkv.shape[1] // (heads + 2 * kv_heads)
     cos, sin = tables if tables is not None else (qkv, qkv)
@@ -419,25 +420,27 @@ def attend(
     numbers = (scale * 1.4426950408889634, eps, offset, qkv.stride(0), layer, rows)  # softmax in base 2
     shape = {"HEADS": heads, "REPEATS": repeats, "SIZE": size, "D": d, "BLOCK": KEY_BLOCK}
     shape |= {"ALIGN": 8 if size % 8 == 0 else 1, "ROTATE": tables is not None, "NORM": norms is not None}
-    _prompt_kernel[(max(8, 2 * PROMPT_PROGRAMS // kv_heads), kv_heads)](
-        qkv,
-        cos,
-        sin,
-        q_weight,
-        state.anchor,
-        state.geometry,
-        state.prompt_at,
-        state.items,
-        state.members,
-        state.lengths,
-        part,
-        part_lse,
-        *numbers,
-        M=tile,
-        **shape,
-        num_warps=4,
-        num_stages=2,
-    )
+    # If rows have several pieces, a third kernel merges them, and the first two kernels can run concurrently.
+    with beside(qkv.device) if splits > 1 else nullcontext(lambda: None) as joined:
+        _prompt_kernel[(max(8, 2 * PROMPT_PROGRAMS // kv_heads), kv_heads)](
+            qkv,
+            cos,
+            sin,
+            q_weight,
+            state.anchor,
+            state.geometry,
+            state.prompt_at,
+            state.items,
+            state.members,
+            state.lengths,
+            part,
+            part_lse,
+            *numbers,
+            M=tile,
+            **shape,
+            num_warps=4,
+            num_stages=2,
+        )
     _suffix_kernel[(rows * splits, kv_heads)](
         qkv,
         cos,
@@ -461,6 +464,7 @@ def attend(
         num_warps=4,
         num_stages=2,
     )
+    joined()
     if splits > 1:
         _merge_kernel[(rows, heads)](
             part,
@@ -497,7 +501,7 @@ def _mass_kernel(logits, out, factor, vocabulary, blocks, SIZE: tl.constexpr, BL
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finaliser, as in `keel.models.fingerprint`; shifts are logical."""
+    """SplitMix64's finaliser, as in `keel.models.splitmix`; shifts are logical."""
     x = (((x >> 30) & 0x3FFFFFFFF) ^ x) * -4658895280553007687
     x = (((x >> 27) & 0x1FFFFFFFFF) ^ x) * -7723592293110705685
     return ((x >> 31) & 0x1FFFFFFFF) ^ x
@@ -505,7 +509,7 @@ def _mix(x):
 
 @triton.jit
 def _gumbel(stream, index):
-    """Gumbel noise of a stream at these indices, in fp64, as `sampling.gumbel` makes it."""
+    """Gumbel noise of a stream at these indices, in fp64, equal to that of `sampling.gumbel`."""
     bits = (_mix(stream + index * -7046029254386353131) >> 11) & 0x1FFFFFFFFFFFFF
     uniform = (bits.to(tl.float64) + 0.5) * 1.1102230246251565e-16
     return -tl.log(-tl.log(uniform))
@@ -552,7 +556,7 @@ def _draw_kernel(
     length, remaining = tl.load(lengths + row), tl.load(left + row)
     stop = tl.load(stops + tl.arange(0, STOPS))
     goes_on = (length >= 0) & (remaining > 1) & (tl.max((stop == drawn).to(tl.int32), 0) == 0)
-    tl.debug_barrier()  # the row's state is replaced only once every warp has loaded it
+    tl.debug_barrier()  # every warp must have loaded the row's state before it is replaced
     tl.store(numbers + row, drawn.to(tl.float64))
     tl.store(numbers + capacity + row, logp.to(tl.float64))
     tl.store(numbers + 2 * capacity + row, logp.to(tl.float64))
@@ -563,7 +567,7 @@ def _draw_kernel(
 
 
 def draw(state: DecodeState, rows: int, temperature: float) -> None:
-    """As `DecodeState.draw` without filters: logits are read once, and noise is made where it is used."""
+    """`DecodeState.draw` without filters, as one kernel: it reads logits once and computes noise in place."""
     vocabulary = state.logits.shape[1]
     blocks, size = block_shape(vocabulary)
     mass = torch.empty(rows, blocks, dtype=torch.float32, device=state.logits.device)

@@ -1,9 +1,9 @@
-"""The decode step of a Llama-shaped model (Llama, Qwen2, Qwen3), without the model's own forward.
+"""The decode step of a model with Llama's architecture (Llama, Qwen2, Qwen3), without the model's own forward.
 
 transformers' modules spend a third of a small model's step outside matrix products. Here activations are columns
-`[features, rows]`, so every projection is `W @ X`: with few rows up to 1.8 times as fast on a CPU as `X @ W.T`, and
-already in the layout of the next product. It reads the modules' live weights and is used only if a numerical probe
-finds it equal to the model.
+`[features, rows]`, so every projection is `W @ X`. With few rows this is up to 1.8 times as fast on a CPU as `X @ W.T`,
+and the result has the layout of the next product. The step reads the modules' live weights. It is used only if a
+numerical probe finds it equal to the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _children(module: nn.Module) -> set[str]:
 
 
 def is_llama_shaped(inner: Any) -> bool:
-    """Whether the modules have exactly Llama's names; the probe verifies what they compute."""
+    """Whether the modules have exactly Llama's names. The probe verifies their computation."""
     if _children(inner) != _MODEL or _children(inner.model) != _BASE:
         return False
     for layer in inner.model.layers:
@@ -50,7 +50,7 @@ def is_llama_shaped(inner: Any) -> bool:
 
 
 def _project(module: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """`module` applied to columns; a peft layer is called itself."""
+    """Apply `module` to columns; for a peft layer, by calling it."""
     if type(module) is not nn.Linear:
         y = module(x.t()).t()
         return y if out is None else out.copy_(y)
@@ -59,16 +59,16 @@ def _project(module: Any, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _add_projection(module: Any, x: Tensor, residual: Tensor) -> Tensor:
-    """residual + module(x), in one product for a plain linear layer."""
+    """residual + module(x); for a plain linear layer, by one fused product and sum."""
     if type(module) is nn.Linear and module.bias is None:
         return residual.addmm_(module.weight, x)
     return residual.add_(_project(module, x))
 
 
 def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    """Root-mean-square norm over the last dimension but one, in fp32 as the models do it.
+    """RMS norm over the second-to-last dimension, in fp32 as in the models.
 
-    The mean square is a product with a row of ones: a reduction down columns is slow on a CPU.
+    The mean square is a product with a row of ones, because a reduction over columns is slow on a CPU.
     """
     x32 = x.float()
     mean = torch.matmul(x32.new_full((1, x.shape[-2]), 1 / x.shape[-2]), x32.square())
@@ -113,7 +113,7 @@ class LlamaStep:
         cache: Cache,
         index: int,
     ) -> Tensor:
-        """Projections, rotation of queries and keys together, and attention; columns `[heads·D, rows]`."""
+        """The attention output as columns `[heads·D, rows]`. Queries and keys are rotated together."""
         heads, size, rows = self.heads, self.size, x.shape[1]
         rotated_heads = heads + self.kv_heads
         _project(module.q_proj, x, unrotated[:heads].view(-1, rows))

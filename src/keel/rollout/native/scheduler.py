@@ -1,4 +1,4 @@
-"""The scheduler: which rows run, join and leave, and the chunks of prefill; computed from counts only."""
+"""The scheduler decides which rows run, join and leave, and the chunks of prefill. It reads counts only."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 PREFILL_TOKENS = 16384  # prompts are prefilled in chunks of about this many tokens, to bound activations
-RESUME_SCORES = 2**25  # attention scores of one chunk of a resumed context, for the same reason
+RESUME_SCORES = 2**25  # attention scores in one chunk of a resumed context, to bound their memory
 NOISE_AHEAD = 16  # positions whose noise is computed at once, to save small operations
 JOIN_STEPS = 4.0  # cost of a join in decode steps: moving the KV cache
-CPU_ROWS = 16  # above this a CPU's step scales with rows, so empty slots cost little
+CPU_ROWS = 16  # with more rows, a CPU's step time is proportional to the rows, so empty slots cost little
 
 
 @dataclass(frozen=True)
 class Traits:
-    """A decoder's capabilities: rows can join (`joins`), steps are CUDA graphs (`graphed`)."""
+    """A decoder's capabilities: `joins` if rows can join, `graphed` if steps are CUDA graphs."""
 
     device: str = "cpu"
     joins: bool = False
@@ -29,7 +29,7 @@ class Traits:
         return JOIN_STEPS
 
     def computed(self, live: int) -> int:
-        """The rows that a step computes for `live` of them."""
+        """The number of rows that a step computes if `live` rows are running."""
         return bucket(live) if self.graphed and live else live
 
 
@@ -47,25 +47,25 @@ def buckets(rows: int) -> list[int]:
 class Scheduler:
     """Schedules `rows` completions, of which at most `max_batch` (None: all) run at a time.
 
-    `live` is the number of running rows, `rows` the number that a step computes, which may include finished rows.
+    `live` is the number of running rows. `rows` is the number that a step computes; it may include finished rows.
     """
 
     def __init__(self, rows: int, max_batch: int | None, traits: Traits) -> None:
         self.slots, self.traits = max_batch or rows, traits
         self.rows = self.live = 0
-        self._idle_steps = 0.0  # decode steps times the share of empty slots, since rows last joined
+        self._idle_steps = 0.0  # sum over steps of the share of empty slots, since rows last joined
 
     @property
     def has_room(self) -> bool:
         """Whether slots have been empty long enough to fill them.
 
-        A join moves the KV cache of the other rows. Rows join once empty slots have cost as much as a join, so the
-        total cost is at most twice that of the best time.
+        A join moves the KV cache of the other rows. Rows join when empty slots have cost as much as a join. The total
+        cost is then at most twice the cost of joining at the best time.
         """
         return not self.live or self._idle_steps >= self.traits.join_steps(self.slots)
 
     def admit(self, waiting: Iterable[int]) -> int:
-        """The number of rows that join now; `waiting` are the rows of each waiting request, in order.
+        """The number of rows that join now. `waiting` are the numbers of rows of the waiting requests, in order.
 
         A request's rows join together, so that their prompt is prefilled once, unless they exceed the slots.
         """
@@ -76,7 +76,7 @@ class Scheduler:
                 break
             count += rows
         else:
-            self._idle_steps = 0.0  # nothing is waiting
+            self._idle_steps = 0.0  # no row waits, so empty slots cost nothing
         if count:
             self._idle_steps = 0.0
             self.live += count
@@ -84,7 +84,7 @@ class Scheduler:
         return count
 
     def finish(self, count: int) -> bool:
-        """Count finished rows; returns whether the decoder should drop them now."""
+        """Count finished rows; return whether the decoder should drop them now."""
         self.live -= count
         computed, before = self.traits.computed(self.live), self.rows
         self.rows = computed
@@ -102,13 +102,13 @@ def prefill_chunks(prompts: int, width: int) -> list[int]:
 
 
 def resume_columns(rows: int, heads: int, columns: int) -> int:
-    """Tokens per row in one chunk of a resumed prefill that attends over this many columns."""
+    """Tokens per row in one chunk of a resumed prefill that attends over `columns` columns."""
     return max(1, RESUME_SCORES // (rows * heads * columns))
 
 
 @dataclass(frozen=True)
 class RolloutPasses:
-    """The passes of a rollout: (prompts, rows) of each prefill, rows of each decode step."""
+    """The passes of a rollout: the numbers (prompts, rows) of each prefill, and the rows of each decode step."""
 
     prefills: tuple[tuple[int, int], ...]
     steps: tuple[int, ...]
@@ -118,7 +118,7 @@ def simulate(requests: Sequence[tuple[int, int]], max_batch: int | None, traits:
     """Simulate the engine for requests of (completions, tokens each)."""
     waiting = deque((rows, length) for rows, length in requests if rows)
     scheduler = Scheduler(sum(rows for rows, _ in waiting), max_batch, traits)
-    ends: Counter[int] = Counter()  # rows by the draw that is their last
+    ends: Counter[int] = Counter()  # number of rows that end at each draw
     draws, prefills, steps = 0, [], []
     while waiting or scheduler.live:
         joining = scheduler.admit(rows for rows, _ in waiting) if scheduler.has_room else 0

@@ -1,7 +1,7 @@
 """The state of a decode step on a GPU, at fixed addresses.
 
-A CUDA graph has fixed addresses and sizes. Everything that changes between rollouts, including the addresses of the KV
-cache, is in tables on the device, so a graph works for any prompts, lengths and buffers.
+A CUDA graph has fixed addresses and sizes. All values that change between rollouts, including the addresses of the KV
+cache, are in tables on the device. So a graph works for any prompts, lengths and buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
 
 KEY_BLOCK = 64  # keys per block of an attention kernel
 PROMPT_PARTS = SUFFIX_PARTS = 8  # largest number of pieces of a prompt, and of a row's own keys
-PROMPT_PROGRAMS = 132  # target number of prompt pieces: the multiprocessors of a large GPU
+PROMPT_PROGRAMS = 132  # target number of programs for prompts: the multiprocessors of a large GPU
 ENDED = -(2**30)  # the length of an inactive row
 _STOPS = 64  # end-of-sequence tokens checked on the device; the host checks the others
 
@@ -27,9 +27,9 @@ def prompt_items(
 ) -> list[tuple[int, ...]]:
     """Work items of the prompt attention, for prompts with `widths` rows and `lengths` tokens.
 
-    (prompt, its first row, its rows, first of `tile` queries, first key, end of keys, piece index, 0): rows are
-    numbered prompt by prompt, and a row has `repeats` queries per KV head. A prompt is split into at most PROMPT_PARTS
-    pieces of whole key blocks, of equal length.
+    An item is (prompt, its first row, its number of rows, first of `tile` queries, first key, end of keys, piece
+    index, 0). Rows are numbered prompt by prompt, and a row has `repeats` queries per KV head. A prompt is split into
+    at most PROMPT_PARTS pieces. Pieces are whole key blocks and, except the last, of equal length.
     """
     tiles = [-(-width * repeats // tile) for width in widths]
     pieces = min(PROMPT_PARTS, -(-PROMPT_PROGRAMS // max(1, kv_heads * sum(tiles))))
@@ -45,7 +45,7 @@ def prompt_items(
 
 
 class DecodeState:
-    """Up to `rows` rows being decoded: next logits, noise, lengths, and the addresses of their keys and values."""
+    """The state of up to `rows` rows: next logits, noise, lengths, and the addresses of their keys and values."""
 
     def __init__(self, rows: int, vocabulary: int, cache: SharedPrefixCache) -> None:
         like, layers = cache.suffix_kv, len(cache.prefix.keys)
@@ -56,9 +56,9 @@ class DecodeState:
 
         self.rows = rows
         self.logits = torch.zeros(rows, vocabulary, dtype=like.dtype, device=device)
-        self.numbers = torch.zeros(3, rows, dtype=torch.float64, device=device)  # token, its log-probabilities
+        self.numbers = torch.zeros(3, rows, dtype=torch.float64, device=device)  # token, logp, filtered logp
         self.tokens, self.keys, self.positions = (ints(rows, dtype=torch.int64) for _ in range(3))
-        self.lengths = ints(rows).fill_(ENDED)  # tokens after the prompt including the newest; ENDED for inactive rows
+        self.lengths = ints(rows).fill_(ENDED)  # tokens after the prompt, newest included; ENDED for inactive rows
         self.left, self.starts, self.offsets, self.prompt_parts = (ints(rows) for _ in range(4))
         self.stops = ints(_STOPS, dtype=torch.int64).fill_(-1)
         self.members = ints(rows)
@@ -74,14 +74,14 @@ class DecodeState:
         return len(cache.group_of) <= self.rows and self.anchor.dtype == cache.suffix_kv.dtype
 
     def load(self, cache: SharedPrefixCache, repeats: int) -> None:
-        """Load the tables of a cache: buffers, the prompt of each row, and the start of its own keys."""
+        """Load the tables of a cache: its buffers, and for each row its prompt and the start of its own keys."""
         kv_heads, size = cache.suffix_kv.shape[3], cache.suffix_kv.shape[5]
         rows_of: list[list[int]] = [[] for _ in cache.prefix.tokens]
         for row, group in enumerate(cache.group_of):
             rows_of[group].append(row)
         widths, lengths = [len(rows) for rows in rows_of], [len(tokens) for tokens in cache.prefix.tokens]
         if max(widths) * repeats > self.tile:
-            self.tile = 64  # only two sizes, never reduced: each is compiled and captured once
+            self.tile = 64  # never reduced again, so each of the two sizes is compiled and captured once
         items = prompt_items(widths, lengths, repeats, kv_heads, self.tile)
         prompts = [kv.contiguous() for pair in zip(cache.prefix.keys, cache.prefix.values, strict=True) for kv in pair]
         self.buffers = (cache.suffix_kv, *prompts)
@@ -100,7 +100,7 @@ class DecodeState:
         assert size == suffix[4], "the last dimension of a KV cache must be contiguous"
 
     def restart(self, rows: int, length: int) -> None:
-        """Activate the first `rows` rows, each with `length` tokens after its prompt, and no others."""
+        """Activate the first `rows` rows with `length` tokens after the prompt, and deactivate all others."""
         self.lengths.fill_(ENDED)[:rows] = length
 
     def begin(
@@ -133,7 +133,7 @@ class DecodeState:
         self.buffers = ()
 
     def draw(self, rows: int, sampling: SamplingParams) -> None:
-        """Draw a token for each row with torch operations; rows that end become inactive."""
+        """Draw a token for each row with torch operations. Rows that end become inactive."""
         logits, ended = self.logits[:rows], self.lengths[:rows] < 0
         noise = None
         if not sampling.greedy:

@@ -1,4 +1,4 @@
-"""The KV cache between the turns of an episode: a turn prefills only new tokens."""
+"""The KV cache between the turns of an episode. With it, a turn prefills only new tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keel.models.adapters import adapter_layers
 
 @dataclass(frozen=True, eq=False)
 class CachedPrompt:
-    """A prompt's tokens with its keys and values `[layers, 2, kv_heads, P, D]`, shared by all rows with that prompt."""
+    """A prompt's tokens, and its keys and values `[layers, 2, kv_heads, P, D]`, which all its rows share."""
 
     tokens: tuple[int, ...]
     kv: Tensor
@@ -32,7 +32,7 @@ class CachedRow:
         return len(self.prompt.tokens) + len(self.suffix)
 
     def is_prefix_of(self, tokens: tuple[int, ...]) -> bool:
-        """Whether `tokens` continue this context."""
+        """Whether this context is a prefix of `tokens`."""
         start = len(self.prompt.tokens)
         return (
             self.length < len(tokens)
@@ -43,15 +43,15 @@ class CachedRow:
 
 @dataclass
 class TurnCache:
-    """The KV cache of a rollout's contexts, at most `limit` bytes; contexts that do not fit are prefilled again.
+    """The KV cache of a rollout's contexts, at most `limit` bytes. Contexts that do not fit are prefilled again.
 
-    Entries are valid for one version of the weights and one noise stream; any other clears the cache.
+    Entries are valid for one version of the weights and one noise stream. Another version clears the cache.
     """
 
     limit: int
     rows: dict[int, CachedRow] = field(default_factory=dict)
-    bytes: int = 0  # a shared prompt counted once
-    _prompt_rows: Counter[int] = field(default_factory=Counter)  # rows by prompt
+    bytes: int = 0  # a shared prompt counts once
+    _prompt_rows: Counter[int] = field(default_factory=Counter)  # number of rows per prompt
     _version: Any = None
 
     def use_for(self, *version: Any) -> None:
@@ -71,7 +71,7 @@ class TurnCache:
         return row if row is not None and row.is_prefix_of(tokens) else None
 
     def put(self, key: int, row: CachedRow) -> None:
-        """Replace the row of the previous turn, if there is room."""
+        """Remove the row of the previous turn, and store this one if there is room."""
         previous = self.rows.pop(key, None)
         if previous is not None:
             self._prompt_rows[id(previous.prompt.kv)] -= 1
@@ -88,7 +88,7 @@ class TurnCache:
 
 
 def weights_layout(model: nn.Module) -> tuple[Any, ...]:
-    """A key that changes when a weight is replaced or an adapter switched; captured graphs are then invalid."""
+    """A key that changes when a weight is replaced or an adapter is switched. Captured graphs are then invalid."""
     adapters = tuple(
         (str(layer.active_adapters), layer.disable_adapters, str(getattr(layer, "merged_adapters", ())))
         for _, layer in adapter_layers(model)
@@ -98,15 +98,15 @@ def weights_layout(model: nn.Module) -> tuple[Any, ...]:
 
 
 def weights_version(model: nn.Module) -> tuple[Any, ...]:
-    """A key that changes with the layout and with writes to weights; cached KV is then invalid.
+    """A key that changes with the layout and with writes to weights. Cached KV is then invalid.
 
-    torch counts writes to a tensor, except those through `.data`, which Keel does not use.
+    It contains torch's count of writes to each tensor. Writes through `.data` are not counted; Keel has none.
     """
     return tuple(p._version for p in model.parameters()), *weights_layout(model)
 
 
 def stack_prompts(prompts: list[CachedPrompt]) -> Tensor:
-    """Prompts as one `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros."""
+    """Stack prompts into one tensor `[layers, 2, G, kv_heads, P, D]`, right-padded with zeros."""
     if len(prompts) == 1:
         return prompts[0].kv.unsqueeze(2)
     layers, two, heads, _, size = prompts[0].kv.shape

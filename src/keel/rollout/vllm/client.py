@@ -9,24 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import queue
 import secrets
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from keel.base.certificates import certificates
 from keel.base.errors import KeelError, first_line
-from keel.base.redact import UnsetVariable, expand_env
 from keel.base.world import World
 from keel.envs.endpoint import SECRET
 from keel.models.adapters import is_lora
@@ -34,17 +30,38 @@ from keel.models.head import causal_lm
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import Interrupted, ModelMismatch, StaleWeights
 from keel.rollout.options import RolloutOptions
+from keel.rollout.vllm.connection import (
+    CONNECT_S,
+    Loading,
+    SamplingServer,
+    ServerLost,
+    addresses,
+    digests_of,
+    dtype_of,
+    parse_sampled,
+    shared_secret,
+    whole_lines,
+)
 from keel.rollout.vllm.direct import (
     NOT_RUN,
     NcclSender,
-    TransferBroken,
     check_transfer,
     loopback_only,
-    run_concurrently,
     sender,
 )
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, check_sampled, to_json
-from keel.rollout.vllm.samplers import SamplerInfo, VllmSampler, first_difference, model_facts
+from keel.rollout.vllm.rows import (
+    HEARTBEAT_S,
+    PROTOCOL,
+    TRAINING,
+    Drawing,
+    Row,
+    Sampled,
+    SamplerInfo,
+    VllmSampler,
+    first_difference,
+    model_facts,
+    to_json,
+)
 from keel.rollout.vllm.transfer import (
     PartDigests,
     adapter_of,
@@ -57,105 +74,22 @@ from keel.rollout.vllm.transfer import (
 )
 
 logger = logging.getLogger("keel")
-SILENCE_S = 30 * HEARTBEAT_S  # without a heartbeat the server counts as lost
+SILENCE_S = 30 * HEARTBEAT_S  # seconds without a heartbeat after which a server counts as lost
 TRIES = 5  # attempts per row
-CONNECT_S = STATUS_S = 5.0
-LOAD_S = 3600.0  # limit of a weight load with heartbeats
-UPLOAD_BYTES_S = 2**20  # a slower upload counts as lost
-ANSWER_BYTES = 2**26
+STATUS_S = 5.0
+LOAD_S = 3600.0  # seconds: limit of a weight load with heartbeats
+UPLOAD_BYTES_S = 2**20  # seconds: a slower upload counts as lost
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
     **{"model": dict, "tokenizer": str, "parts": list},
 }
 
 
-class ServerLost(Exception):
-    """The server does not answer, or has other weights."""
-
-
-class Loading(ServerLost):
-    """The server is loading weights, possibly for another process of this training."""
-
-
-@dataclass
-class Server:
-    """One server, with its last known status."""
-
-    url: str
-    headers: Mapping[str, str]
-    status: Mapping[str, Any] = field(default_factory=dict)
-    alive: bool = False
-    base: tuple[str, str] = ("", "")  # (boot, sync) for which the server's base weights were verified
-
-    def __str__(self) -> str:
-        return f"the sampler at {self.url}"
-
-    def call(
-        self, method: str, path: str, *, timeout_s: float, deadline_s: float | None = None, **body: Any
-    ) -> dict[str, Any]:
-        """Send one request and return its JSON answer; raises `ServerLost` without an answer, `KeelError` if refused.
-
-        `timeout_s` limits silence, `deadline_s` the whole request.
-        """
-        import httpx2
-
-        def exchange() -> tuple[int, bytes]:
-            content = bytearray()
-            with (
-                self.client(timeout_s) as client,
-                client.stream(method, f"{self.url}{path}", **body) as response,
-            ):
-                for chunk in response.iter_bytes():
-                    content += chunk
-                    if len(content) > ANSWER_BYTES:
-                        raise KeelError(f"{self} sends an endless answer: start keel serve there")
-                return response.status_code, bytes(content)
-
-        deadline_s = deadline_s or timeout_s + CONNECT_S
-        try:
-            [(code, content)] = run_concurrently(exchange, timeout_s=deadline_s)
-        except httpx2.RequestError as error:
-            raise ServerLost(first_line(error) or type(error).__name__) from error
-        except TransferBroken:
-            raise ServerLost(f"no whole answer in {deadline_s:.0f} s") from None
-        return self.read(code, content)
-
-    def client(self, timeout_s: float) -> Any:
-        """An HTTP client that ignores proxies of the environment."""
-        import httpx2
-
-        timeout = httpx2.Timeout(timeout_s, connect=CONNECT_S)
-        return httpx2.Client(
-            headers=dict(self.headers), timeout=timeout, verify=certificates(trust_env=False), trust_env=False
-        )
-
-    def read(self, code: int, content: bytes) -> dict[str, Any]:
-        """Parse an answer; after heartbeats the status code is in the JSON."""
-        try:
-            data = json.loads(content)
-        except ValueError:
-            data = None
-        if not isinstance(data, dict):
-            raise KeelError(f"{self} answers {content[:40]!r}, so it is no keel serve: start keel serve there")
-        code = data.get("code", code)
-        if code == 401:
-            raise KeelError(f"401 from {self}: {SECRET} (or rollout.vllm.secret) does not match the server's")
-        if data.get("loading"):
-            raise Loading("its weights are being loaded")
-        if code == 409:
-            raise ServerLost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
-        if code == 503:
-            raise ServerLost(str(data.get("error")))
-        if code != 200 or "error" in data:
-            raise KeelError(f"{self} refused: {data.get('error', code)}")
-        return data
-
-
 @dataclass(eq=False)
 class Stream:
     """The unfinished rows of one request to a server; results after `closed` are dropped."""
 
-    server: Server
+    server: SamplingServer
     rows: dict[str, Row]
     drawing: Drawing
     closed: bool = False
@@ -176,7 +110,7 @@ class ServerSampler(VllmSampler):
             raise KeelError(f"the sampling server needs a secret: set {SECRET} to the one that keel serve printed")
         headers = {"authorization": f"Bearer {secret}", TRAINING: training}
         own = urls[world.rank :: world.size] or [urls[world.rank % len(urls)]]
-        self.servers = [Server(url, headers) for url in own]
+        self.servers = [SamplingServer(url, headers) for url in own]
         self._uploads = world.rank < len(urls)  # one process per server uploads weights
         self._model, self._tokenizer = model, tokenizer
         self._nccl, self._device = options.transfer == "nccl", next(model.parameters()).device
@@ -193,7 +127,7 @@ class ServerSampler(VllmSampler):
             for server in self.servers:
                 self._retry(self._connect, [server])
             first = self.servers[0].status
-            self._dtype = _dtype(self.servers[0])
+            self._dtype = dtype_of(self.servers[0])
             self._part_digests = PartDigests(first["parts"], model)
             context = min(server.status["context"] for server in self.servers)
             self.info = SamplerInfo(context, first["model"]["vocab_size"])
@@ -202,7 +136,7 @@ class ServerSampler(VllmSampler):
             self.close()
             raise
 
-    def _connect(self, server: Server) -> None:
+    def _connect(self, server: SamplingServer) -> None:
         """Get a server's status, and refuse another model, tokenizer or version."""
         status = server.call("GET", "/keel/status", timeout_s=STATUS_S, deadline_s=STATUS_S)
         if status.get("protocol") != PROTOCOL:
@@ -212,11 +146,11 @@ class ServerSampler(VllmSampler):
             )
         odd = next((name for name, kind in _STATUS.items() if not isinstance(status.get(name), kind)), None)
         if odd is not None:
-            raise KeelError(f"{server} says {status.get(odd)!r} as its {odd}, so it is no keel serve: start keel serve")
+            raise KeelError(f"{server} has the {odd} {status.get(odd)!r}, so it is not keel serve: start keel serve")
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         if name := first_difference(own, theirs):
             raise ModelMismatch(
-                f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's "
+                f"{server} serves another model: its {name} is {str(theirs.get(name))[:40]} and the policy's is "
                 f"{str(own.get(name))[:40]}; start keel serve with this run's model"
             )
         if status["tokenizer"] != vocabulary_digest(self._tokenizer):
@@ -224,7 +158,7 @@ class ServerSampler(VllmSampler):
         rank = lora_rank(self._model)
         if rank > status["max_lora_rank"]:
             raise KeelError(
-                f"{server} takes adapters up to rank {status['max_lora_rank']} and the policy's has {rank}: "
+                f"{server} takes adapters up to rank {status['max_lora_rank']}, but the policy's has {rank}: "
                 f"start keel serve with --max-lora-rank {rank}"
             )
         if self._nccl:
@@ -238,7 +172,7 @@ class ServerSampler(VllmSampler):
                 )
         server.status = status
 
-    def _retry(self, attempt: Callable[[Server], None], servers: Sequence[Server]) -> None:
+    def _retry(self, attempt: Callable[[SamplingServer], None], servers: Sequence[SamplingServer]) -> None:
         """Try servers in turn until one does not raise `ServerLost`, for at most `wait_s`."""
         end, warned = time.monotonic() + self._wait_s, False
         while True:
@@ -285,7 +219,7 @@ class ServerSampler(VllmSampler):
                     if stream.closed or time.monotonic() >= end:
                         raise
                     time.sleep(0.2)
-        except Exception as error:  # `finished` raises it
+        except Exception as error:  # raised by `finished`
             self._queue.put((stream, error))
 
     def _results(self, stream: Stream, rows: Sequence[Row]) -> Iterator[Sampled]:
@@ -301,11 +235,11 @@ class ServerSampler(VllmSampler):
             ):
                 if response.status_code != 200:
                     server.read(response.status_code, response.read())
-                for line in _whole_lines(response.iter_bytes(), self._silence_s):
+                for line in whole_lines(response.iter_bytes(), self._silence_s):
                     if stream.closed:  # closing the connection cancels the rows on the server
                         return
                     if line.strip():
-                        result = _sampled(server, line, stream.drawing.vocabulary)
+                        result = parse_sampled(server, line, stream.drawing.vocabulary)
                         missing.discard(result.id)
                         yield result
         except httpx2.RequestError as error:
@@ -337,7 +271,7 @@ class ServerSampler(VllmSampler):
             stream.closed = True
             self._streams.remove(stream)
 
-    def _resample_rows(self, server: Server, error: ServerLost) -> None:
+    def _resample_rows(self, server: SamplingServer, error: ServerLost) -> None:
         """Sample a lost server's rows again, on other servers or on the same one once it is back."""
         streams = [stream for stream in self._streams if stream.server is server]
         rows, drawing = [row for stream in streams for row in stream.rows.values()], streams[0].drawing
@@ -356,7 +290,7 @@ class ServerSampler(VllmSampler):
                 self._retry(self._restore, self.servers)
         self.start(rows, drawing)
 
-    def _restore(self, server: Server) -> None:
+    def _restore(self, server: SamplingServer) -> None:
         """Send the weights of the last sync to a reachable server, if it has others."""
         self._connect(server)
         if server.status["weights"] != self._sync:
@@ -397,7 +331,7 @@ class ServerSampler(VllmSampler):
         shutil.rmtree(self._folder / (previous or "-"), ignore_errors=True)
         self._world.barrier()
 
-    def _sync_one(self, server: Server) -> None:
+    def _sync_one(self, server: SamplingServer) -> None:
         """Send the weights to a server; if it does not answer, retry at the next sync."""
         back = not server.alive and bool(server.base[0])
         try:
@@ -411,12 +345,12 @@ class ServerSampler(VllmSampler):
         if back:
             self._events.append(("sampler/back", f"{server} is back and has the weights of this sync"))
 
-    def _send(self, server: Server) -> None:
+    def _send(self, server: SamplingServer) -> None:
         """Send the files of the last sync and verify the server's digests."""
         read_back = 0 if self._ranks is None else len(self._part_digests.digests)  # base tensors verified now or before
         if self._ranks is not None and server.base != (server.status["boot"], server.status["weights"]):
             answer = self._call_with_heartbeats(server, "/keel/digests", {})
-            check_digests(_digests(server, answer), self._part_digests.digests, str(server), sent=False)
+            check_digests(digests_of(server, answer), self._part_digests.digests, str(server), sent=False)
         folder = self._files / self._sync
         if not folder.is_dir():
             raise ServerLost("it has other weights, and the files of the last sync are on another machine")
@@ -431,19 +365,19 @@ class ServerSampler(VllmSampler):
                     "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
                 )
             if sent.get("sha256") != own:
-                raise ServerLost(f"{path.name} did not arrive as it was sent")
+                raise ServerLost(f"{path.name} was changed in transit")
         answer = self._call_with_heartbeats(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
         if self._ranks is None and answer.get("adapter"):
-            raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: start it again")
-        self.read_back = read_back + check_digests(_digests(server, answer), self._expected, str(server))
+            raise StaleWeights(f"{server} still samples with an adapter after full weights were sent: restart it")
+        self.read_back = read_back + check_digests(digests_of(server, answer), self._expected, str(server))
         server.status = {**server.status, "weights": self._sync}
         server.base = (server.status["boot"], self._sync)
 
-    def _call_with_heartbeats(self, server: Server, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Make a request that may take long: it is alive while heartbeats arrive."""
+    def _call_with_heartbeats(self, server: SamplingServer, path: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Make a request that may take long; it fails only if heartbeats stop."""
         return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
-    def _send_direct(self, server: Server, folder: Path) -> bool:
+    def _send_direct(self, server: SamplingServer, folder: Path) -> bool:
         """Send full weights by NCCL; returns False if they must be sent as files, until the server restarts.
 
         If the first transfer fails, it raises an error.
@@ -491,78 +425,6 @@ class ServerSampler(VllmSampler):
             if channel is not None:
                 channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def shared_secret(given: str | None) -> str:
-    """The shared secret from the option (with `$NAME` expanded) or the environment; "" if neither is set."""
-    try:
-        return expand_env(given) if given else os.environ.get(SECRET, "")
-    except UnsetVariable as error:
-        raise KeelError(f"rollout.vllm.secret {error}") from None
-
-
-def _dtype(server: Server) -> torch.dtype:
-    """The dtype of a server's weights."""
-    dtype = getattr(torch, server.status["dtype"].removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise KeelError(f"{server} has weights of type {server.status['dtype']!r}, which torch does not know")
-    return dtype
-
-
-def _digests(server: Server, answer: Mapping[str, Any]) -> dict[str, str]:
-    """The digests in a server's answer."""
-    digests = answer.get("digests")
-    if not isinstance(digests, dict):
-        raise KeelError(f"{server} says {str(digests)[:40]!r} as its digests: start keel serve there")
-    return digests
-
-
-def addresses(urls: Sequence[str]) -> list[str]:
-    """Normalise the servers' addresses, and refuse duplicates."""
-    import httpx2
-
-    parsed: dict[str, str] = {}
-    for url in urls:
-        try:
-            address = httpx2.URL(url)
-        except httpx2.InvalidURL as error:
-            raise KeelError(f"rollout.vllm.url is {url!r}, which is not a valid URL ({error})") from None
-        if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
-            raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
-        name = str(address).rstrip("/")
-        if name in parsed:
-            raise KeelError(f"rollout.vllm.url names the same server twice, {parsed[name]} and {url}: leave one out")
-        parsed[name] = url
-    return list(parsed)
-
-
-def _sampled(server: Server, line: str, vocabulary: int) -> Sampled:
-    """Parse a line of the answer."""
-    try:
-        data = json.loads(line)
-        if "error" in data:
-            raise ServerLost(str(data["error"]))
-        tokens = tuple(map(int, data["tokens"]))
-        before, after = (tuple(map(float, data[name])) for name in ("sample_logp", "filtered_logp"))
-        result = Sampled(str(data["id"]), tokens, before, after)
-    except (ValueError, KeyError, TypeError) as error:
-        raise KeelError(f"{server} answers {line[:40]!r}, which is not a completion: start keel serve there") from error
-    if not len(tokens) == len(before) == len(after):
-        raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
-    return check_sampled(result, vocabulary, str(server))
-
-
-def _whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
-    """Lines of an answer; a line that does not end in time or is too long raises `ServerLost`."""
-    rest, begun = b"", time.monotonic()
-    for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        now = time.monotonic()
-        begun = now if lines else begun
-        if now - begun > silence_s or len(rest) > ANSWER_BYTES:
-            raise ServerLost("its answer has no end of line")
-        yield from (line.decode(errors="replace") for line in lines)
-    yield rest.decode(errors="replace")
 
 
 def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:

@@ -21,8 +21,17 @@ from keel.models.dtypes import DTYPES
 from keel.models.head import causal_lm, module_dtype
 from keel.models.tokenizer import context_length
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, check_sampled, sampled, vllm_params, vllm_prompt
-from keel.rollout.vllm.samplers import SamplerInfo, VllmSampler
+from keel.rollout.vllm.rows import (
+    Drawing,
+    Row,
+    Sampled,
+    SamplerInfo,
+    VllmSampler,
+    check_sampled,
+    sampled,
+    vllm_params,
+    vllm_prompt,
+)
 from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     PartDigests,
@@ -148,7 +157,7 @@ class ColocatedSampler(VllmSampler):
         if hasattr(self, "_llm"):
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 
-            with suppress(Exception):  # wake first, because vLLM would free sleeping memory twice
+            with suppress(Exception):  # wake up first, because vLLM would free sleeping memory twice
                 self._wake("weights", "kv_cache")
             self._llm.llm_engine.engine_core.shutdown()
             del self._llm

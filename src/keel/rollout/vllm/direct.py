@@ -22,7 +22,7 @@ from keel.base.errors import KeelError
 from keel.rollout.vllm.transfer import read_weights
 
 NOT_RUN = "rollout.vllm.transfer=nccl is experimental: tested without a GPU, but not run on one yet"
-Call = Callable[[str, dict[str, Any]], None]  # a step of the transfer (init, start, update, finish) at a server
+Call = Callable[[str, dict[str, Any]], None]  # runs a step of the transfer (init, start, update, finish) on a server
 
 
 class TransferBroken(Exception):
@@ -127,7 +127,7 @@ def sender(call: Call, device: torch.device, workers: int, timeout_s: float) -> 
 def check_transfer(status: dict[str, Any], device: torch.device, server: str) -> None:
     """Refuse a server that was not started for this transfer, or that shares the policy's GPU."""
     if device.type != "cuda":
-        raise KeelError(f"rollout.vllm.transfer=nccl sends from a GPU and the policy is on the {device}: use http")
+        raise KeelError(f"rollout.vllm.transfer=nccl sends from a GPU, but the policy is on the {device}: use http")
     if status.get("transfer") != "nccl":
         raise KeelError(f"{server} does not take weights by nccl: start keel serve with --transfer nccl, or use http")
     if device_id(device) in status.get("devices", []):

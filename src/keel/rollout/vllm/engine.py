@@ -16,8 +16,7 @@ from keel.rollout.engine import Answer, Engine
 from keel.rollout.request import OpenRow, Request, Turn, open_rows
 from keel.rollout.sampling import SamplingParams
 from keel.rollout.stops import StopStrings
-from keel.rollout.vllm.rows import Drawing, Row, Sampled
-from keel.rollout.vllm.samplers import VllmSampler
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, VllmSampler
 
 
 class VllmEngine(Engine):
@@ -32,9 +31,9 @@ class VllmEngine(Engine):
             raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
         self.sampler, self.tokenizer, self.notes = sampler, tokenizer, sampler.notes
         self.eos_ids = frozenset(eos_ids(causal_lm(model), tokenizer))
-        self.context, self.version = sampler.info.context, 0  # the sampler has loaded this policy
+        self.context, self.version = sampler.info.context, 0  # the policy that the sampler has loaded
         self._stops = StopStrings(tokenizer)
-        self._numbers = itertools.count()  # unique row ids: an old row may still arrive
+        self._numbers = itertools.count()  # row ids are unique, because results of old rows may still arrive
 
     def sync(self, policy: nn.Module, version: int | None = None) -> None:
         """Send the policy's weights and verify them by reading back."""

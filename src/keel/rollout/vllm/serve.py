@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,7 @@ from keel.base.errors import KeelError, first_line
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
 from keel.rollout.vllm.direct import loopback_only
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, sampled, vllm_params, vllm_prompt
-from keel.rollout.vllm.samplers import model_facts
+from keel.rollout.vllm.rows import Drawing, Row, Sampled, model_facts, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import merge_worker_digests
@@ -137,29 +136,28 @@ def serve(
     if options.transfer == "nccl":
         loopback_only(host)
     import_vllm(in_process=False, cuda=torch.cuda.is_available())
-    asyncio.run(_serve(folder, tokenizer, options, host, port, secret, dtype, max_lora_rank, ready))
+    start = partial(VllmBackend.start, folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
+    share = f"--gpu-memory-utilization {options.gpu_memory_utilization}"
+    asyncio.run(_serve(start, share, host, port, secret, ready))
 
 
 async def _serve(
-    folder: str,
-    tokenizer: Any,
-    options: VllmOptions,
+    start: Callable[[], Awaitable[VllmBackend]],
+    share: str,
     host: str,
     port: int,
     secret: str,
-    dtype: str,
-    max_lora_rank: int,
     ready: Callable[[str], None],
 ) -> None:
     import uvicorn
 
     bind(host, port).close()  # check the port before vLLM starts; its processes must not inherit the socket
     try:
-        backend = await VllmBackend.start(folder, tokenizer, options, dtype=dtype, max_lora_rank=max_lora_rank)
+        backend = await start()
     except KeelError:
         raise
     except Exception as error:
-        raise start_error(error, f"--gpu-memory-utilization {options.gpu_memory_utilization}") from error
+        raise start_error(error, share) from error
     service = Service(backend, secret)
     try:
         with bind(host, port) as listener, signals_return():

@@ -28,11 +28,11 @@ from keel.base.errors import KeelError, first_line
 from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
 from keel.rollout.vllm.transfer import process_folder
 
-BUSY_TIMEOUT_S = 10.0  # that a sync waits for rows of another training run
+BUSY_TIMEOUT_S = 10.0  # seconds that a sync waits for rows of another training run
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
-STEPS = {  # steps of an NCCL transfer and their allowed keys: nothing that vLLM would fetch or unpickle
+STEPS = {  # steps of an NCCL transfer and their allowed keys, without those that make vLLM fetch or unpickle data
     "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
     | {"packed_num_buffers"},
     "start": set(),

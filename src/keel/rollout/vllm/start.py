@@ -10,7 +10,7 @@ import torch
 from keel.base.errors import KeelError, first_line
 from keel.rollout.options import VllmOptions
 
-KV_CACHE_GIB = "1"  # on a CPU, where vLLM needs a size instead of a share of memory
+KV_CACHE_GIB = "1"  # on a CPU vLLM needs a size instead of a share of memory
 
 
 COLOCATED_SHARE = 0.3  # default share of a GPU that is also used for training
@@ -74,7 +74,7 @@ def engine_arguments(
 
 
 def start_error(error: Exception, share: str) -> KeelError:
-    """The error of a vLLM that does not start; if memory is short, with the setting of its share."""
+    """The error if vLLM does not start; if memory is short, it names the option of vLLM's share."""
     line = first_line(error)
     return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 

@@ -22,7 +22,7 @@ from keel.models.head import causal_lm
 from keel.models.sharding import full_tensor
 from keel.rollout.engine import ModelMismatch, StaleWeights
 
-SHARD_BYTES = 2**30  # size of one file
+SHARD_BYTES = 2**30  # bytes of one file
 
 
 def process_folder(kind: str) -> Path:
@@ -42,7 +42,7 @@ def _runs(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # a folder of another user
         return True
     return True
 
@@ -152,8 +152,8 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
     missing = foreign or sorted(set(expected) - set(held))
     if missing:
         raise (ModelMismatch if foreign or not sent else StaleWeights)(
-            f"{sampler} holds other tensors than the policy, such as {missing[0]}: it cannot be shown that it samples "
-            "from the policy; start it on this model"
+            f"{sampler} has other tensors than the policy, such as {missing[0]}, so its weights cannot be verified: "
+            "start it on this model"
         )
     wrong = [name for name in held if held[name] != expected[name]]
     if not wrong:
@@ -161,7 +161,7 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
     differ = f"{len(wrong)} of {len(held)} tensors differ, the first is {wrong[0]}"
     if sent:
         raise StaleWeights(
-            f"{sampler} does not hold the policy's weights after they were sent: {differ}; its samples would be of "
+            f"{sampler} does not have the policy's weights after they were sent: {differ}; its samples would come from "
             "another policy"
         )
     raise ModelMismatch(
@@ -170,13 +170,13 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
 
 
 def adapter_digest(matrix: Tensor) -> str:
-    """The digest of an adapter's matrix, whatever its name."""
+    """The digest of an adapter's matrix, without its name."""
     return fingerprint_tensors([("", matrix.contiguous())])
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The policy's active adapter as vLLM will hold it: A and B·scaling by layer, in the sampler's type."""
+    """The policy's active adapter in vLLM's form: A and B·scaling by layer, in the sampler's dtype."""
 
     name: str
     matrices: dict[str, tuple[Tensor, Tensor]]
@@ -217,7 +217,7 @@ def adapter_of(policy: Any, dtype: torch.dtype) -> Adapter:
 
 
 class PartDigests:
-    """The digests that a sampler's parts must have, recorded from the weights sent to it."""
+    """The expected digests of a sampler's parts, recorded from the sent weights."""
 
     def __init__(self, parts: Iterable[str], policy: nn.Module) -> None:
         tied = tied_names(policy)
@@ -239,7 +239,7 @@ class PartDigests:
 
 
 def save_adapter(policy: Any, folder: Path) -> Path:
-    """The active adapter in peft's format, alone in a folder."""
+    """Write the active adapter in peft's format to a folder."""
     shutil.rmtree(folder, ignore_errors=True)
     name = policy.active_adapters[0]
     policy.save_pretrained(str(folder), selected_adapters=[name])

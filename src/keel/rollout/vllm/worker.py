@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from keel.rollout.vllm.direct import device_id
 from keel.rollout.vllm.transfer import Part, adapter_digest, read_weights
 
-_CHUNK = 1024  # rows of the identity at a time
+_CHUNK = 1024  # rows of the identity per pass
 
 
 class KeelWorker:
@@ -39,7 +39,7 @@ class KeelWorker:
                 module.quant_method.process_weights_after_loading(module)
 
     def keel_device(self) -> str:
-        """Which device this worker is on."""
+        """The device of this worker."""
         return device_id(self.device) if self.device.type == "cuda" else str(self.device)
 
     def keel_alive(self) -> None:
@@ -50,7 +50,7 @@ class KeelWorker:
         Thread(target=_watch, args=(server,), name="keel-server-watch", daemon=True).start()
 
     def keel_parts(self) -> list[str]:
-        """The parts of checkpoint tensors that this worker holds."""
+        """The parts of checkpoint tensors on this worker."""
         return [str(part) for part, _ in held_weights(self.model_runner.get_model())]
 
     def keel_dtype(self) -> str:

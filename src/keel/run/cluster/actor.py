@@ -1,10 +1,14 @@
-"""A Ray actor that starts, follows and signals one process on its node. The process ends with the actor."""
+"""A Ray actor that starts, follows and signals one process on its node. The process ends with the actor.
+
+`python -m keel.run.cluster.actor ARGUMENTS` is that process: it runs `keel ARGUMENTS`.
+"""
 
 from __future__ import annotations
 
 import codecs
 import os
 import queue
+import runpy
 import signal
 import socket
 import subprocess
@@ -17,9 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
-CHILD = "keel.run.cluster.child"
+from keel.base.watchdog import exit_with_parent
+
+CHILD = "keel.run.cluster.actor"
 POLL_S = 0.2
-DRAIN_S = 2.0  # to read the last lines of an ended process; its children may keep the pipes open
+DRAIN_S = 2.0  # seconds to read the last lines of an ended process; its children may keep the pipes open
 
 
 class Output(NamedTuple):
@@ -89,7 +95,7 @@ class ProcessActor:
 
 
 def _watch(process: subprocess.Popen[bytes], events: queue.Queue[Output | int]) -> None:
-    """Queue a process's output, then its status; kill its remaining children."""
+    """Queue a process's output, then its exit status; kill its remaining children."""
     assert process.stdout is not None
     assert process.stderr is not None
     streams = {"stdout": (process.stdout, sys.stdout), "stderr": (process.stderr, sys.stderr)}
@@ -113,3 +119,14 @@ def _read(name: str, source: IO[bytes], log: IO[str], events: queue.Queue[Output
             log.write(text)
             log.flush()
             events.put(Output(name, text))
+
+
+def main() -> None:
+    """Watch the actor, then run keel. SIGINT is unblocked, because Ray's workers block it."""
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    runpy.run_module("keel", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,11 @@
-"""Place trainers and samplers on the cluster in one placement group."""
+"""Connect to a Ray cluster, and place trainers and samplers on it in one placement group."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from keel.base.errors import KeelError
@@ -11,7 +13,35 @@ from keel.config.schema import Config
 from keel.run.cluster.actor import ProcessActor
 from keel.trainer.options import RayOptions
 
-WAIT_S = 30  # for resources that are in use
+
+def check_backend(on: str) -> None:
+    """Refuse an unknown `--on`: it is `local`, `ray` or `ray:ADDRESS`."""
+    kind, _, address = on.partition(":")
+    if kind != "ray" and (kind != "local" or address):
+        raise KeelError(f"--on {on} is not known: use local, ray or ray:ADDRESS")
+
+
+@contextmanager
+def connected(on: str, cores: int) -> Iterator[Any]:
+    """Ray, connected to the cluster that `ray:ADDRESS` or RAY_ADDRESS names, or to one started here with `cores`."""
+    try:
+        import ray
+    except ImportError:
+        raise KeelError("--on ray needs Ray: pip install 'keel-rl[ray]'") from None
+    address = on.partition(":")[2] or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {} if address else {"include_dashboard": False, "num_cpus": cores}
+    try:
+        ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise KeelError(f"cannot connect to the Ray cluster {address or 'started here'}: {reason}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+WAIT_S = 30  # seconds to wait for resources that are in use
 LOOPBACK = "127.0.0.1"
 ADVICE = (
     "ask for less (ray.trainers, ray.samplers, ray.trainer_cpus, ray.sampler_cpus, model.device=cpu), or name a larger "
@@ -62,7 +92,7 @@ class Placement(NamedTuple):
 
 
 def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]) -> Sequence[Bundle]:
-    """Resources of each process. GPUs are requested if the configuration names them or the cluster has any."""
+    """Resources of each process. GPUs are requested if the configuration names them or the cluster has GPUs."""
     device = config.model.device
     cuda = device.startswith("cuda") or (device != "cpu" and cluster.get("GPU", 0) > 0)
     trainer, sampler = {"CPU": options.trainer_cpus}, {"CPU": options.sampler_cpus}
@@ -71,7 +101,7 @@ def bundles_of(config: Config, options: RayOptions, cluster: Mapping[str, float]
     return [trainer] * options.trainers + [sampler] * options.samplers
 
 
-def place(ray: Any, bundles: Sequence[Bundle]) -> Placement:
+def reserve(ray: Any, bundles: Sequence[Bundle]) -> Placement:
     """Reserve all bundles on as few nodes as possible, or raise an error."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     total = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}

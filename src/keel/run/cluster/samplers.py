@@ -13,18 +13,18 @@ import yaml
 
 from keel.base.errors import KeelError
 from keel.config.schema import Config
-from keel.rollout.vllm.client import SECRET
+from keel.envs.endpoint import SECRET
 from keel.run.cluster.actor import Output
 from keel.run.cluster.placement import ActorLost, Placement
 from keel.trainer.options import RayOptions
 
-STOP_S = 10.0  # to wait for a server to end
-STDERR_TAIL = 4096  # characters of stderr that are kept
+STOP_S = 10.0  # seconds to wait for a server to end
+STDERR_TAIL = 4096  # characters of stderr to store
 
 
 @contextmanager
 def serving(placement: Placement, config: Config, options: RayOptions, secret: str) -> Iterator[list[str]]:
-    """Start the samplers and yield their addresses when all serve; supervise them until the block ends."""
+    """Start the samplers and yield their addresses once all of them serve; supervise them until the block ends."""
     model = {"run": {"seed": config.run.seed}, "model": config.to_dict()["model"]}
     command = [f"--{name}={value}" for name, value in serve_options(config).items()]
     command += [] if config.rollout.vllm.cuda_graphs else ["--no-cuda-graphs"]

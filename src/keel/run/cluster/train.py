@@ -19,20 +19,20 @@ from typing import Any
 
 from keel.base.watchdog import LAUNCH_FLAGS
 from keel.config.schema import Config
-from keel.rollout.vllm.client import SECRET, shared_secret
+from keel.envs.endpoint import SECRET
+from keel.rollout.vllm.connection import shared_secret
 from keel.run.cluster.actor import Output
-from keel.run.cluster.connect import connected
-from keel.run.cluster.placement import ActorLost, Placement, bundles_of, place
+from keel.run.cluster.placement import ActorLost, Placement, bundles_of, connected, reserve
 from keel.run.cluster.samplers import serving
 from keel.trainer.options import RayOptions
 
-GRACE_S = 20.0  # for ranks to end by themselves after one failed
+GRACE_S = 20.0  # seconds for ranks to end by themselves after one failed
 POLL_S = 0.2
 STREAMS = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
 
 
 def server_overrides(*urls: str) -> list[str]:
-    """Overrides for sampling by servers."""
+    """Overrides that make the run sample by servers."""
     return ["rollout.engine=vllm", "rollout.vllm.mode=server", f"rollout.vllm.url=[{', '.join(urls)}]"]
 
 
@@ -42,7 +42,7 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
     given = config.rollout.vllm.secret
     secret = shared_secret(given) if given else secrets.token_urlsafe(24)
     with connected(on, os.cpu_count() or 1) as ray:
-        placement = place(ray, bundles_of(config, options, ray.cluster_resources()))
+        placement = reserve(ray, bundles_of(config, options, ray.cluster_resources()))
         with serving(placement, config, options, secret) as urls:
             overrides = [f"ray.trainers={options.trainers}", f"ray.samplers={options.samplers}"]
             if urls:

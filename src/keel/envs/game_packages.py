@@ -1,0 +1,203 @@
+"""Environments of the packages textarena, gem (gem-llm) and skyrl-gym: `textarena:GAME`, `gem:ENV`, `skyrl_gym:ENV`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from keel.base.errors import KeelError
+from keel.base.types import Problem
+from keel.envs.base import Task
+from keel.envs.games import (
+    Game,
+    GivenTask,
+    Messages,
+    Player,
+    SeededTask,
+    TurnResult,
+    check_known,
+    imported,
+    inner_prompt,
+    need,
+    users,
+)
+
+MODEL = 0  # the model's seat
+
+
+class TextArenaGame(Game):
+    """A game in which the model is player 0, and `opponent` plays the others."""
+
+    def __init__(self, library: Any, game: Any, num_players: int, opponent: Player | None) -> None:
+        self.game, self.num_players, self.opponent = game, num_players, opponent
+        self.env = game
+        while isinstance(
+            self.env, library.Wrapper
+        ):  # observations are read without wrappers, which repeat earlier ones
+            self.env = self.env.env
+
+    def reset(self, problem: Problem) -> Messages:
+        self.game.reset(num_players=self.num_players, seed=problem.info["seed"])
+        self._play_others(done=False)
+        return users(self._observation())
+
+    def step(self, text: str) -> TurnResult:
+        done, _ = self.game.step(text)
+        if not self._play_others(done):
+            return TurnResult(users(self._observation()))
+        rewards, _ = self.game.close()
+        return TurnResult((), float((rewards or {}).get(MODEL, 0.0)), over=True)
+
+    def _play_others(self, done: bool) -> bool:
+        """Let the other players move until it is the model's turn; returns whether the game is over."""
+        while not done and self.env.state.current_player_id != MODEL:
+            if self.opponent is None:
+                raise KeelError("it is another player's turn: give task.opponent=module:attr")
+            done, _ = self.game.step(self.opponent(self.env, self._observation()))
+        return bool(done)
+
+    def _observation(self) -> str:
+        """The new observations of the player whose turn it is, without its own moves."""
+        player, messages = self.env.get_observation()
+        names = self.env.state.role_mapping
+        return "\n".join(
+            f"[{names.get(sender, f'Player {sender}')}] {text}" for sender, text, _ in messages if sender != player
+        )
+
+
+def textarena(
+    game: str,
+    player: str | None = None,
+    opponent: str | None = None,
+    num_players: int | None = None,
+    view: str | None = None,
+    success: float = 1.0,
+    **params: Any,
+) -> SeededTask:
+    """A game of textarena, which takes the other parameters; the model is player 0.
+
+    `player`, `opponent` and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a
+    demonstration, `opponent(env, observation)` the move of each other player, `view(text)` the text that the model gets
+    of an observation. `num_players` is 1 without an opponent and 2 with one. A reward of `success` counts as correct.
+    """
+    library = need("textarena", f"textarena:{game}", "textarena")
+    registry = library.envs.registration.ENV_REGISTRY
+    check_known("textarena", game, registry, "textarena.pprint_registry_detailed()")
+    others: Player | None = imported("opponent", opponent)
+    count = num_players or (1 if others is None else 2)
+    task = SeededTask(
+        f"textarena:{game}",
+        lambda problem: TextArenaGame(library, library.make(game, **params), count, others),
+        imported("player", player),
+        imported("view", view),
+        success,
+        advice=""
+        if num_players
+        else f" (with {count} players: set task.num_players, and task.opponent for the other players)",
+    )
+    task.check()
+    return task
+
+
+class GemGame(Game):
+    """An environment with `reset` and a `step` of five values."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def reset(self, problem: Problem) -> Messages:
+        observation, info = self.env.reset(seed=problem.info["seed"])
+        return users(_around(observation, info))
+
+    def step(self, text: str) -> TurnResult:
+        observation, reward, terminated, truncated, info = self.env.step(text)
+        return TurnResult(users(_around(observation, info)), float(reward), bool(terminated or truncated))
+
+    def close(self) -> None:
+        getattr(self.env, "close", lambda: None)()
+
+
+def gem(
+    environment: str, player: str | None = None, view: str | None = None, success: float = 1.0, **params: Any
+) -> SeededTask:
+    """An environment of gem, which takes the other parameters.
+
+    `player` and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
+    `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
+    """
+    library = _library(environment)
+    check_known("gem", environment, library.envs.registration.ENV_REGISTRY, "gem.print_envs()")
+    task = SeededTask(
+        f"gem:{environment}",
+        lambda problem: GemGame(library.make(environment, **params)),
+        imported("player", player),
+        imported("view", view),
+        success,
+    )
+    task.check()
+    return task
+
+
+def _library(environment: str) -> Any:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        library = need("gem", f"gem:{environment}", "gem")
+        need("gem.envs", f"gem:{environment}", "gem")  # registers the environments
+    finally:
+        root.handlers[:] = handlers  # gem configures the process's logging
+        root.setLevel(level)
+    return library
+
+
+def _around(observation: str, info: dict[str, Any]) -> str:
+    """The observation with the texts that gem's wrappers put before and after it."""
+    return "\n".join(part for part in (info.get("prefix"), observation, info.get("suffix")) if part)
+
+
+class SkyRLGame(Game):
+    """An environment with `init`, `step` and `close`."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+
+    def reset(self, problem: Problem) -> Messages:
+        own = inner_prompt(problem)
+        messages, _ = self.env.init(users(own) if isinstance(own, str) else [dict(message) for message in own])
+        return list(messages)
+
+    def step(self, text: str) -> TurnResult:
+        output = self.env.step(text)
+        return TurnResult(list(output["observations"]), float(output["reward"]), bool(output["done"]))
+
+    def counts(self) -> Mapping[str, float]:
+        figures = self.env.get_metrics().items()
+        return {f"env/{name}": float(value) for name, value in figures if isinstance(value, int | float)}
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def skyrl_gym(
+    environment: str,
+    task: Task,
+    extras: Mapping[str, Any] | None = None,
+    env_config: Mapping[str, Any] | None = None,
+    player: str | None = None,
+    view: str | None = None,
+    success: float = 1.0,
+) -> GivenTask:
+    """An environment of skyrl-gym around `task`, whose answers are its `ground_truth`."""
+    library = need("skyrl_gym", f"skyrl_gym:{environment}", "skyrl-gym")
+    check_known("skyrl_gym", environment, library.registry, "skyrl_gym.pprint_registry()")
+    config = need("omegaconf", f"skyrl_gym:{environment}", "skyrl-gym").OmegaConf.create(dict(env_config or {}))
+    rest = dict(extras or {})
+
+    def make(problem: Problem) -> Game:
+        truth = {"ground_truth": problem.answer}
+        row = {"reward_spec": truth, "reward_model": truth, "extra_info": {}, **rest, **problem.info}
+        return SkyRLGame(library.make(environment, env_config=config, extras=row))
+
+    name = f"skyrl_gym:{environment}"
+    return GivenTask(task, name, make, imported("player", player), imported("view", view), success)

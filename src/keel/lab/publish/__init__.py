@@ -1,1 +1,0 @@
-"""A checkpoint's model to a hub or a folder, and back."""
