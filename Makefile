@@ -23,7 +23,7 @@ TAG    ?=
 KILLS  ?= 20
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-envs setup-verifiers setup-verl setup-vllm train test test-all test-envs test-gpu test-verifiers test-verl test-vllm test-wheel test-list bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
+.PHONY: help setup setup-envs setup-verifiers setup-verl setup-vllm train test test-all test-envs test-gpu test-verifiers test-verl test-vllm test-wheel test-list list-tests list-envs list-verifiers list-verl list-vllm bench-doctor fuzz-doctor soak lint lint-workflows verify docs peers clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -131,12 +131,14 @@ test-wheel:  ## build, install and train with the wheel (some minutes)
 	@$(PYTHON) -c '$(ENOUGH)'
 	$(PYTHON) scripts/check_wheel.py --dist dist --tag "$(TAG)"
 
-test-list: $(TEST_STAMP) setup-envs setup-verifiers setup-verl setup-vllm
+# A target for each environment, so that `make --jobs=2 --output-sync test-list` collects twice as fast.
+test-list: list-tests list-envs list-verifiers list-verl list-vllm
+
+list-tests: $(TEST_STAMP)
 	@$(BIN)/python -m pytest --collect-only $(filter-out tests_envs/ tests_gpu/ tests_verifiers/ tests_verl/ tests_vllm/,$(wildcard tests/ tests_*/))
-	@$(ENVS_VENV)/bin/python -m pytest --collect-only tests_envs
-	@$(VERIFIERS_VENV)/bin/python -m pytest --collect-only tests_verifiers
-	@$(VERL_VENV)/bin/python -m pytest --collect-only tests_verl
-	@$(VLLM_VENV)/bin/python -m pytest --collect-only tests_vllm
+
+list-envs list-verifiers list-verl list-vllm: list-%: setup-%
+	@.venv-$*/bin/python -m pytest --collect-only tests_$*
 
 bench-doctor: $(TEST_STAMP)  ## measure how many faults the doctor names (hours); OUT=file resumes
 	$(BIN)/python bench/doctor.py --verbose --out $(OUT)

@@ -14,8 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PHASES = (
-    *("setup", "lint", "lint-workflows", "verify", "docs", "setup-vllm", "test-vllm", "test", "test-all"),
-    *(LAST := ("test-wheel", "test-verl", "test-envs", "test-verifiers", "soak")),
+    *("setup", "lint", "lint-workflows", "verify", "docs", "test-wheel", "setup-vllm", "test-vllm", "test", "test-all"),
+    *(LAST := ("test-verl", "test-envs", "test-verifiers", "soak")),
 )
 MAKE = """#!/bin/sh
 for name; do target=$name; done
@@ -109,7 +109,7 @@ def test_a_test_that_did_not_run_fails_the_run(tmp_path: Path, how: str, test: s
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
     ("phase", "beside"),
-    [("test-vllm", "docs"), ("test-all", "test-all"), ("soak", "test-verifiers")],
+    [("test-vllm", "test-wheel"), ("test-all", "test-all"), ("soak", "test-verifiers")],
 )
 def test_a_signal_leaves_nothing_running_and_says_where_it_was(
     tmp_path: Path, phase: str, beside: str, sent: signal.Signals, status: int
