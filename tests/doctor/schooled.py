@@ -83,6 +83,16 @@ def nearness(problem: Problem, text: str) -> Reward:
     return Reward(1.0 if answer == problem.answer else 0.5 * max(0.0, 1 - abs(int(answer) - int(problem.answer)) / 9))
 
 
+def counted(asked: list[str]) -> Callable[[Problem, str], Reward]:
+    """A reward that records its calls."""
+
+    def reward(problem: Problem, text: str) -> Reward:
+        asked.append(text)
+        return nearness(problem, text)
+
+    return reward
+
+
 BASE: dict[str, Any] = {
     "run": {"name": "schooled", "max_steps": 20},
     "model": {"name": "doctor.schooled:schooled_model", "device": "cpu"},

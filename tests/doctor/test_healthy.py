@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from doctor.followed import check_advice
-from doctor.schooled import schooled_config
+from doctor.schooled import counted, schooled_config
 from keel.config import load_config
 from keel.doctor.preflight import preflight
 
@@ -20,7 +20,6 @@ EXACT = ["rewards=[{name: task}]"]
 
 # Options of different parts share a preflight; each stands in one at least.
 HEALTHY: dict[str, list[str]] = {
-    "as it comes": [],
     "LoRA": [LORA],
     "another seed, right or wrong only": ["run.seed=5", *EXACT],
     "LoRA and the exact KL, another seed": [LORA, "kl.estimator=exact", "run.seed=1"],
@@ -52,6 +51,16 @@ HEALTHY: dict[str, list[str]] = {
     ],
     "an average under LoRA": [LORA, "reference={kind: ema, every: 4, alpha: 0.5}"],
 }
+
+
+def test_no_alarm_and_few_judgements_as_it_comes() -> None:
+    asked: list[str] = []
+    diagnosis = preflight(schooled_config(), reward=counted(asked))
+    assert diagnosis.healthy, diagnosis.findings
+    assert diagnosis.exit_status == 0
+    assert not [line for line in diagnosis.unchecked if "Error" in line]
+    assert not [hypothesis for hypothesis in diagnosis.hypotheses if hypothesis.verdict == "confirmed"]
+    assert 16 < len(asked) <= 150
 
 
 @pytest.mark.parametrize("name", HEALTHY)

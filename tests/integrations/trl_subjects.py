@@ -68,8 +68,6 @@ HEALTHY = {
     "adam": lambda out: trainer_of(out, optim="adamw_torch", learning_rate=1e-3),
     "lora": lora_trainer,
     "pretrained adapter": lambda out: trainer_of(out, model=trained_adapter(), learning_rate=0.05),
-    "accumulation": lambda out: trainer_of(out, gradient_accumulation_steps=4),
-    "several iterations": lambda out: trainer_of(out, num_iterations=2, gradient_accumulation_steps=2),
     "several updates a batch": lambda out: trainer_of(out, steps_per_generation=4, gradient_accumulation_steps=2),
     "truncated left out": with_truncation_masked,
     "no penalty": lambda out: trainer_of(out, beta=0.0),
