@@ -14,7 +14,13 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the command line sets it: read when torch is loaded
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["keel.api", "keel.cli", "transformers.models.llama.modeling_llama"])
+CONTEXT.set_forkserver_preload(
+    [  # all that a short training with its report imports: each process of a test is then there at once
+        *("keel.api", "keel.cli", "keel.rollout.native.engine", "keel.doctor.examine", "keel.lab.report"),
+        *("keel.reference.adapter", "scipy.special", "transformers.models.llama.modeling_llama"),
+        *("transformers.tokenization_utils_tokenizers", "transformers.integrations.mistral"),
+    ]
+)
 LIMIT_S = 120.0
 
 
