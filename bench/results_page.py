@@ -6,6 +6,8 @@ import csv
 import io
 import re
 import shutil
+import textwrap
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +18,12 @@ from keel.base.files import read_json, write_atomic
 from keel.eval.statistics import Estimate, estimate
 
 Row = dict[str, Any]
-SIDES = {"keel": "Keel, GRPO", "trl": "TRL 1.16, GRPO", "sft": "more of the supervised start"}
+SIDES = {"keel": "Keel, GRPO", "trl": "TRL 1.16, GRPO", "sft": "more SFT"}
 JOBS = {"gsm8k": ("gsm8k", "gsm8k_more_sft"), "countdown": ("countdown",)}
 TITLES = {
     "gsm8k": "GSM8K, SmolLM2-135M-Instruct",
     "countdown": "Countdown with three and four numbers, SmolLM2-135M-Instruct",
-    "kl": "The KL term on Countdown: what a penalty buys, and what it costs",
+    "kl": "The KL term on Countdown: effect and cost of a penalty",
 }
 STUDY = "kl"
 STUDY_FILES = {
@@ -34,31 +36,28 @@ NOT_RUN = "<!-- not run: START is a model of one's own -->"  # for those who run
 HEAD = """# Results on a real model
 
 SmolLM2-135M-Instruct, dequantised from 4 bits (`scripts/get_smollm2.py`), on one H200: fp32 weights, bf16 passes.
-`python bench/results.py page` makes tables, curves and times of the CSVs in `docs/results/`; the summary and the last
-section are written by hand.
+`python bench/results.py page` makes the tables from the CSVs in `docs/results/`.
 """
 LIMITS = {
-    "gsm8k": "dr_grpo at a rate of 3e-5, a temperature of 0.8 and β = 0, from 600 supervised steps on the worked "
-    "solutions; one sample is the mean of 8 at that temperature. The three runs shared one GPU; more supervised "
-    "learning was to get the time that the choice of GRPO's problems took on top. It does not show what a larger model "
-    "would gain, nor who would be ahead with more time. GRPO's problems were chosen by the start's pass rate on the "
-    "training split, and the step size by pilots on the test split.",
-    "countdown": "dr_grpo at a rate of 2e-5 with β = 0: the KL is measured here, not paid for. The start is the model "
-    "after a few hundred supervised steps, which are in no clock; their number and the rate were chosen by pilots on "
-    "the curve's 500 held-out problems. Held out are problems, the numbers in any order with their target: the same "
-    "numbers may be trained with another target. It does not show arithmetic outside of this game.",
-    "race": "One GPU, one job, judged on 500 of the held-out problems: a point of a curve is good to 4 percentage "
-    "points, so that when it crosses a line is less sure than the time of a step. TRL generates by transformers, its "
-    "default, from the fp32 weights under autocast, and would be faster with vLLM; it trains in four passes of 128 "
-    "completions, Keel in one; its warm-up begins with a step of rate 0. Loading and evaluating are not in the clock "
-    "(`startup_s` in runs.csv); the evaluation before the first step warms Keel's sampler up, and not TRL's. Each side "
-    "draws its own noise.",
+    "gsm8k": "dr_grpo at a learning rate of 3e-5, temperature 0.8 and β = 0, from 600 SFT steps on the worked "
+    "solutions. One sample is the mean of 8 at that temperature. The three runs shared one GPU. SFT got the time that "
+    "GRPO needed to choose its problems on top. These were chosen by the start's pass rate on the training split, the "
+    "learning rate by pilots on the test split.",
+    "countdown": "dr_grpo at a learning rate of 2e-5 with β = 0: the KL is measured, not penalised. The start is the "
+    "model after 300 SFT steps, which are in no clock; their number and the rate were chosen by pilots on the "
+    "curve's 500 held-out problems. A problem is a set of numbers with a target: the same numbers may be trained with "
+    "another target.",
+    "race": "One GPU, one job, judged on 500 of the held-out problems. A point of a curve has an error of about 4 "
+    "percentage points, so the time to an accuracy is less certain than the time of a step. TRL samples with "
+    "transformers, its default, from fp32 weights under autocast, and would be faster with vLLM. It trains in four "
+    "passes of 128 completions, Keel in one, and its warm-up begins with a step of rate 0. Loading and evaluating are "
+    "not in the clock (`startup_s` in runs.csv). The evaluation before the first step warms up Keel's sampler, not "
+    "TRL's. TRL has one seed; Keel's other seeds shared the GPU and are left out.",
     "kl": "80 steps from one start, seven runs at a time on one GPU; 95 % t-intervals over seeds. Accuracy is greedy, "
-    "on 500 held-out problems; old skills are the mean of adding, multiplying, naming the largest of several numbers "
-    "and capitals, asked as the start was taught them; KL in nats per token, over the whole vocabulary, on held-out "
-    "problems after training. The controllers aim at 0.02 from a β of 0.01, the dual with smoothing 0.9; in the band "
-    "is a KL between two thirds and one and a half times of that. One model of 135M parameters and one task: no more "
-    "is shown.",
+    "on 500 held-out problems. Old skills: mean of addition, multiplication, the largest of several numbers, "
+    "and capitals, in the prompts that SFT used. KL is in nats per token, over the whole vocabulary, on held-out "
+    "problems after training. The controllers start at β = 0.01 with a target of 0.02 (dual: smoothing 0.9); the "
+    "band is from two thirds to one and a half times the target.",
 }
 
 
@@ -292,8 +291,12 @@ def _section(job: str, rows: Sequence[Row]) -> str:
     files = ", ".join(f"[{name}.yaml](../configs/results/{name}.yaml)" for name in names)
     commands = "\n".join(["```bash", *map(_command, ordered), "```"])
     problems = f"{rows[0]['end_problems']} held-out problems, 95 % intervals; KL in nats per token to the start."
-    parts = [f"![curves](images/results-{job}.png)", _markdown(list(columns), lines), f"{problems} {LIMITS[job]}"]
-    return "\n\n".join([f"## {TITLES[job]}", *parts, f"{files}, FOLDER that of the model:", commands]) + "\n"
+    parts = [
+        f"![curves](images/results-{job}.png)",
+        _markdown(list(columns), lines),
+        _wrapped(f"{problems} {LIMITS[job]}"),
+    ]
+    return "\n\n".join([f"## {TITLES[job]}", *parts, f"{files}; FOLDER is the model's:", commands]) + "\n"
 
 
 def _command(row: Row) -> str:
@@ -319,7 +322,7 @@ def _race(job: str, result: Mapping[str, Any]) -> str:
     goal = f"{target}, midway between the start ({start}) and Keel's end ({end})"
     table_text = _markdown(["side", "seed", "a step", f"to {target}"], lines)
     picture = f"![race](images/results-{job}-race.png)"
-    return f"### Time to accuracy: {goal}\n\n{picture}\n\n{table_text}\n\n{LIMITS['race']}\n"
+    return f"### Time to accuracy: {goal}\n\n{picture}\n\n{table_text}\n\n{_wrapped(LIMITS['race'])}\n"
 
 
 def _study(points: Mapping[str, Row], folder: Path) -> str:
@@ -337,14 +340,19 @@ def _study(points: Mapping[str, Row], folder: Path) -> str:
         lines[0].append("")
     lines += [[point, *(show(row) for show in columns.values())] for point, row in points.items()]
     verdicts = read_csv(folder / f"{STUDY}-verdicts.csv")
-    named = [f"{row['run']} {row['findings']}" for row in verdicts if row["findings"] != "healthy"]
-    healthy = f"{len(verdicts) - len(named)} of {len(verdicts)} runs are healthy to the doctor"
+    codes = Counter(row["findings"] for row in verdicts)
+    named = [f"{count} {code}" for code, count in codes.most_common()]
     files = f"[verdicts](results/{STUDY}-verdicts.csv) and [figures of each run](results/{STUDY}.csv)"
     parts = [f"![{name}](results/{STUDY}-{name}.png)" for name in ("curves", "frontier")]
-    parts += [_markdown(["point", *columns], lines), LIMITS["kl"], f"{'; '.join([healthy, *named])}: {files}."]
-    parts += ["[kl_beta.yaml](../configs/results/kl_beta.yaml), START that of `results.py start countdown`:"]
+    parts += [_markdown(["point", *columns], lines), _wrapped(LIMITS["kl"])]
+    parts += [_wrapped(f"Verdicts of `keel doctor` on {len(verdicts)} runs: {', '.join(named)}: {files}.")]
+    parts += ["[kl_beta.yaml](../configs/results/kl_beta.yaml), START is the output of `results.py start countdown`:"]
     command = "keel ablate configs/results/kl_beta.yaml model.name=START warmstart=null optim.microbatch_tokens=16384"
     return "\n\n".join([f"## {TITLES[STUDY]}", *parts, f"{NOT_RUN}\n```bash\n{command} --jobs 7 --out DIR\n```"]) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _mean(value: Estimate, times: float, digits: int, unit: str = "") -> str:
