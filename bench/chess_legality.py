@@ -25,7 +25,7 @@ from keel.envs.problems import HELD_OUT_FRACTION, is_held_out
 from keel.eval.evaluate import EvalResult, evaluate
 from keel.eval.statistics import wilson
 from keel.recipes.chess.format import LINES, Padding, padding_of, policy_prompt
-from keel.recipes.chess.puzzles import PuzzleGrader
+from keel.recipes.chess.policy import PuzzleGrader
 from keel.recipes.chess.rules import fen_of, identity, mating_moves
 from keel.recipes.chess.task import ChessTask
 from keel.rollout.collect import Collector

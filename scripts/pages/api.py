@@ -24,7 +24,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "keel.envs.problems: seeded_rng training_problems",
             "keel.envs.options: SourceOptions",
             "keel.envs.layouts: LoadedProblems source_of",
-            "keel.envs.rows: BrokenRow DataRow DataRows handle_broken_rows read_rows row_order",
+            "keel.envs.rows: BrokenRow DataRow DataRows convert_rows handle_broken_rows read_rows row_order",
             "keel.envs.dataset: Dataset NoGrader data_name split",
             "keel.envs.answers: last_tag",
             "keel.envs.tools: MAX_CHARACTERS Tool check_distinct tool",

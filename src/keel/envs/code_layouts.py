@@ -8,6 +8,7 @@ import pickletools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError
@@ -16,7 +17,7 @@ from keel.envs.layouts import LoadedProblems
 from keel.envs.options import SourceOptions
 from keel.envs.programs import check_tests
 from keel.envs.rewards.code import judge
-from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
+from keel.envs.rows import DataRow, convert_rows, read_rows
 from keel.envs.sandbox import SandboxLimits
 
 INSTRUCTION = "Answer with the whole program in one ```python block."
@@ -64,26 +65,22 @@ def read_code(source: SourceOptions) -> LoadedProblems:
         raise KeelError(
             f"{rows.source} has the columns {', '.join(rows.columns)}, which match no known layout: {known}"
         )
-    broken, problems = list(rows.broken), []
-    for row in rows.rows:
-        try:
-            problems.append(_problem(row, layout))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, zlib.error) as error:
-            cause = f"no {error}" if isinstance(error, KeyError) else str(error)
-            broken.append(BrokenRow(row.location, f"as {layout.name}: {cause}"))
-    note = handle_broken_rows(rows.source, broken, source.on_broken)
+    problems, notes = convert_rows(rows, partial(_problem, layout), source.on_broken)
     if not problems:
         raise KeelError(f"{rows.source} has no problem that can be read as {layout.name}")
-    notes = (f"{rows.source}: {layout.name}'s layout", *([note] if note else []))
-    return LoadedProblems(rows.source, tuple(problems), notes)
+    return LoadedProblems(rows.source, tuple(problems), (f"{rows.source}: {layout.name}'s layout", *notes))
 
 
-def _problem(row: DataRow, layout: Layout) -> Problem:
-    question, solution = layout.question(row.values), layout.solution(row.values)
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError("the question is empty")
+def _problem(layout: Layout, row: DataRow) -> Problem:
+    try:
+        question, solution, tests = (read(row.values) for read in (layout.question, layout.solution, layout.tests))
+        if not isinstance(question, str) or not question.strip():
+            raise ValueError("the question is empty")
+        info = {"tests": check_tests(tests)}
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, zlib.error) as error:
+        cause = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"as {layout.name}: {cause}") from error
     prompt = [{"role": "user", "content": f"{question.strip()}\n\n{INSTRUCTION}"}]
-    info = {"tests": check_tests(layout.tests(row.values))}
     return Problem(row.location, prompt, solution if isinstance(solution, str) else None, info)
 
 

@@ -21,7 +21,7 @@ from keel.envs.dataset import Dataset, split
 from keel.envs.layouts import LoadedProblems, source_of
 from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
-from keel.envs.rows import BrokenRow, DataRow, handle_broken_rows, read_rows
+from keel.envs.rows import DataRow, convert_rows, read_rows
 
 FORMATS = ("tags", "plain")
 COLUMNS = ("nums", "target")
@@ -293,16 +293,10 @@ def _read(source: SourceOptions) -> LoadedProblems:
             f"{rows.source} has no column {' and '.join(missing)}, which countdown needs: it has "
             f"{', '.join(rows.columns)}"
         )
-    broken, problems = list(rows.broken), []
-    for row in rows.rows:
-        try:
-            problems.append(_problem(row))
-        except ValueError as error:
-            broken.append(BrokenRow(row.location, str(error)))
-    note = handle_broken_rows(rows.source, broken, source.on_broken)
+    problems, notes = convert_rows(rows, _problem, source.on_broken)
     if not problems:
         raise KeelError(f"{rows.source} has no problems: give rows with nums and target")
-    return LoadedProblems(rows.source, tuple(problems), (note,) if note else ())
+    return LoadedProblems(rows.source, tuple(problems), notes)
 
 
 def _problem(row: DataRow) -> Problem:

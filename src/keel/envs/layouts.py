@@ -11,7 +11,7 @@ from keel.base.errors import KeelError, nearest
 from keel.base.types import Problem
 from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
-from keel.envs.rows import BrokenRow, DataRow, DataRows, handle_broken_rows, read_rows, row_order
+from keel.envs.rows import BrokenRow, DataRow, DataRows, convert_rows, handle_broken_rows, read_rows, row_order
 
 PROMPT, ANSWER = ColumnOptions().prompt, ColumnOptions().answer
 # Fallbacks for a missing default column; the first that exists is used, with a note.
@@ -61,23 +61,22 @@ def load_problems(source: SourceOptions) -> LoadedProblems:
     if not rows.rows:
         handle_broken_rows(rows.source, rows.broken, "error")
     columns, notes = choose_columns(rows, source.columns)
-    problems: list[Problem] = []
-    broken = list(rows.broken)
-    for row in rows.rows:
+
+    def convert(row: DataRow) -> Problem:
         problem = problem_of(row, columns)
         if isinstance(problem, BrokenRow):
-            broken.append(problem)
-        else:
-            problems.append(problem)
-    broken.sort(key=row_order)
-    skipped = handle_broken_rows(rows.source, broken, source.on_broken)
+            raise ValueError(problem.why)
+        return problem
+
+    problems, skipped = convert_rows(rows, convert, source.on_broken)
     if not problems:
+        broken = sorted((*rows.rows, *rows.broken), key=row_order)
         raise KeelError(
             f"{rows.source} has no usable rows: all {len(broken)} are broken, the first at {broken[0].location}"
         )
     if columns.answer is not None:
         _check_types(rows.source, columns.answer, problems)
-    return LoadedProblems(rows.source, tuple(problems), (*notes, *([skipped] if skipped else [])))
+    return LoadedProblems(rows.source, tuple(problems), (*notes, *skipped))
 
 
 def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, list[str]]:

@@ -117,10 +117,10 @@ class LazyTask:
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
     "capitals": capitals,
-    "chess": LazyTask("keel.recipes.chess.mix:chess", "chess"),
+    "chess": LazyTask("keel.recipes.chess.env:chess", "chess"),
     "chess_env": LazyTask("keel.recipes.chess.env:chess_env", "chess"),
     "chess_policy": LazyTask("keel.recipes.chess.policy:chess_policy", "chess"),
-    "chess_puzzles": LazyTask("keel.recipes.chess.puzzles:chess_puzzles", "chess"),
+    "chess_puzzles": LazyTask("keel.recipes.chess.policy:chess_puzzles", "chess"),
     "code": code,
     "countdown": countdown,
     "dataset": dataset,

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from keel.base.errors import KeelError, first_line, nearest, unknown
 from keel.base.files import json_kind, json_lines, no_constant
 
 SPLITS = ("train", "validation", "valid", "val", "dev", "test", "eval")
+T = TypeVar("T")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(,[\w.-]+){0,2}")
 
 
@@ -92,6 +93,18 @@ def handle_broken_rows(source: str, broken: Sequence[BrokenRow], on_broken: str)
         first = broken[0]
         raise KeelError(f"{first.location}: {first.why}{more}; fix it, or skip such rows with data.on_broken=skip")
     return f"{source}: {len(broken)} broken rows skipped (data.on_broken=skip), the first at {broken[0].location}"
+
+
+def convert_rows(rows: DataRows, convert: Callable[[DataRow], T], on_broken: str) -> tuple[list[T], tuple[str, ...]]:
+    """Convert each row. A row for which `convert` raises a ValueError is broken. Returns a note on skipped rows too."""
+    converted, broken = [], list(rows.broken)
+    for row in rows.rows:
+        try:
+            converted.append(convert(row))
+        except ValueError as error:
+            broken.append(BrokenRow(row.location, str(error)))
+    note = handle_broken_rows(rows.source, sorted(broken, key=row_order), on_broken)
+    return converted, (note,) if note else ()
 
 
 def _read(path: str, split: str) -> DataRows:

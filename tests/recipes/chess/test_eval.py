@@ -15,10 +15,9 @@ from keel.envs.registry import build_task
 from keel.envs.registry import build_task as registered
 from keel.lab.report.samples import completion
 from keel.recipes.chess.format import PADDINGS, Analysis, policy_completion, policy_prompt
-from keel.recipes.chess.picture import answer_picture
-from keel.recipes.chess.puzzles import chess_puzzles
+from keel.recipes.chess.policy import chess_puzzles
 from keel.recipes.chess.rules import mating_moves
-from keel.recipes.chess.task import mate_in_one
+from keel.recipes.chess.task import answer_picture, mate_in_one
 
 # After 1... Ra8 no move mates; after 1... Kh8 either rook does.
 BACK_RANK = "3r2k1/5ppp/8/8/8/8/5PPP/3R2K1 b - - 0 1"

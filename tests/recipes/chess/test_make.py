@@ -24,8 +24,8 @@ from keel.envs.registry import build_task
 from keel.recipes.chess.__main__ import app
 from keel.recipes.chess.format import read_env_row, read_policy_row
 from keel.recipes.chess.make import MakeOptions, check_options, checked, game_items
+from keel.recipes.chess.positions import read_openings
 from keel.recipes.chess.rules import identity
-from keel.recipes.chess.selfplay import read_openings
 
 from .fake_engine import fake_engine
 

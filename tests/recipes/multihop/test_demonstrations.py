@@ -14,7 +14,7 @@ from keel.base.types import Problem
 from keel.envs.registry import build_task
 from keel.envs.validity import check
 from keel.recipes.multihop.score import normalise
-from keel.recipes.multihop.world import RELATIONS, draw_question
+from keel.recipes.multihop.source import RELATIONS, draw_question
 
 from .rows import row, written
 

@@ -9,7 +9,7 @@ import pytest
 from envs.playing import reply
 from keel.envs.registry import build_task
 from keel.recipes.multihop.question import Question
-from keel.recipes.multihop.world import RELATIONS
+from keel.recipes.multihop.source import RELATIONS
 
 
 def questions(count: int = 60, **options: object) -> list[Question]:

@@ -1,17 +1,17 @@
-"""`chess_env` (A:): predict the environment's answer to a move in a position."""
+"""`chess_env` (A:): predict the environment's answer to a move. `chess`: a mixture of it with `chess_policy`."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
+from keel.envs.mixture import Mixture, mixture
 from keel.envs.problems import HELD_OUT_FRACTION
-from keel.recipes.chess.data import ChessRow
 from keel.recipes.chess.format import (
     HISTORY,
     StepResult,
@@ -22,12 +22,13 @@ from keel.recipes.chess.format import (
     read_env_row,
     require_uci,
 )
+from keel.recipes.chess.policy import chess_policy
 from keel.recipes.chess.positions import Position, any_move, games_of
 from keel.recipes.chess.rewards import env_reward
 from keel.recipes.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
-from keel.recipes.chess.task import ChessGrader, ChessTask, check_grading, part_means, problems_of
+from keel.recipes.chess.task import ChessGrader, ChessRow, ChessTask, check_grading, part_means, problems_of
 
-PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "fen_progress", "reward_value", "flags")
+ENV_PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "fen_progress", "reward_value", "flags")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class EnvGrader(ChessGrader):
         for group in groups:
             possible = next_positions(group.problem.info["fen"]) | {group.problem.answer[0]}
             legal += [read_env(completion.text).fen in possible for completion in group.completions]
-        return {**part_means(groups, PARTS, self.reward), "legal": fmean(legal)}
+        return {**part_means(groups, ENV_PARTS, self.reward), "legal": fmean(legal)}
 
 
 def env_problem(fen: str, move: str, before: Sequence[str], draws: str, key: str | None = None) -> Problem:
@@ -98,13 +99,13 @@ def chess_env(
         return env_problem(position.fen, move, shown(position.history), draws)
 
     def ask_of(record: ChessRow) -> Problem:
-        return _of_record(record, shown, draws)
+        return _env_problem_of_row(record, shown, draws)
 
     problems = problems_of("chess_env", "A: ", data, games_of(plies, pieces), ask, ask_of, held_out)
     return ChessTask(problems, grader, "chess_env")
 
 
-def _of_record(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:
+def _env_problem_of_row(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]], draws: str) -> Problem:
     """A row's problem. A text whose result differs from the rules is refused."""
     if record.text is None:
         board_of(record.fen)
@@ -117,3 +118,42 @@ def _of_record(record: ChessRow, shown: Callable[[Sequence[str]], Sequence[str]]
     if (true := StepResult(*problem.answer)) != stated:
         raise KeelError(f"the rules give {env_completion(true)!r}, not {env_completion(stated)!r}")
     return env_problem(fen, move, shown(moves[:-1]), draws, record.location)
+
+
+def chess(
+    environment: float = 0.2,
+    data: Mapping[str, Any] | None = None,
+    plies: Sequence[int] | None = None,
+    pieces: int | None = None,
+    padding: str = "source",
+    engine: Mapping[str, Any] | None = None,
+    illegal: float = 0.05,
+    history: int = HISTORY,
+    draws: str = "claimed",
+    system: str = "graduated",
+    parse: str = "lenient",
+    malformed: float | None = None,
+    held_out: int | float = HELD_OUT_FRACTION,
+) -> Mixture:
+    """The task `chess`: `environment` is the fraction of A: problems, the others are P:.
+
+    The other parameters are those of `chess_policy` and `chess_env`. In `data`, each of them reads its own rows.
+    """
+    if not (is_real(environment) and 0 <= environment <= 1):
+        raise KeelError(f"chess environment is {environment!r}: it must be a fraction from 0 to 1")
+    both: dict[str, Any] = {
+        "data": data,
+        "plies": plies,
+        "pieces": pieces,
+        "system": system,
+        "parse": parse,
+        "malformed": malformed,
+        "held_out": held_out,
+    }
+    tasks: list[Any] = []
+    if environment < 1:
+        tasks.append(chess_policy(padding=padding, engine=engine, **both))
+    if environment > 0:
+        tasks.append(chess_env(illegal=illegal, history=history, draws=draws, **both))
+    weights = [w for w in (1 - environment, environment) if w > 0]
+    return replace(mixture(tasks, weights), name="chess")

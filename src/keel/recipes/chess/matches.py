@@ -12,8 +12,8 @@ import chess.pgn
 from keel.envs import Episode
 from keel.envs.problems import seeded_rng
 from keel.recipes.chess.engine import EnginePool, Query
+from keel.recipes.chess.positions import is_over
 from keel.recipes.chess.rules import fen_of
-from keel.recipes.chess.selfplay import is_over
 
 # Gives the moves of several games in UCI notation; None if there is none.
 Player = Callable[[Sequence["PlayedGame"]], list[str | None]]

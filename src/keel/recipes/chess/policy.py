@@ -1,4 +1,4 @@
-"""`chess_policy` (P:): given a position, name five moves, their evaluations, and the best move."""
+"""The tasks with P: prompts: `chess_policy` (analyse a position) and `chess_puzzles` (solve a puzzle)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+import chess
+
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
-from keel.envs.dataset import Dataset
-from keel.envs.problems import HELD_OUT_FRACTION, seeded_rng
-from keel.recipes.chess.data import ChessRow
+from keel.envs.dataset import Dataset, NoGrader, data_name
+from keel.envs.layouts import source_of
+from keel.envs.options import SourceOptions
+from keel.envs.problems import HELD_OUT_FRACTION, check_split, seeded_rng, split_held_out
+from keel.envs.rows import DataRow, convert_rows, read_rows
 from keel.recipes.chess.engine import Query, StockfishOptions, engine_options, pool_of
 from keel.recipes.chess.format import (
     PADDINGS,
@@ -24,14 +28,30 @@ from keel.recipes.chess.format import (
     policy_prompt,
     read_policy,
     read_policy_row,
+    require_uci,
 )
 from keel.recipes.chess.positions import Position, games_of
-from keel.recipes.chess.rewards import policy_reward
-from keel.recipes.chess.rules import legal_moves
-from keel.recipes.chess.task import ChessGrader, ChessTask, check_grading, mate_in_one, part_means, problems_of
+from keel.recipes.chess.rewards import malformed_value, policy_reward
+from keel.recipes.chess.rules import board_of, fen_of, identity, legal_moves, mating_moves
+from keel.recipes.chess.task import (
+    ChessGrader,
+    ChessRow,
+    ChessTask,
+    check_grading,
+    mate_in_one,
+    part_means,
+    problems_of,
+)
 
-PARTS = ("parsed", "structure", "legal", "legal5", "best_legal", "top5", "best", "eval", "content", "unavailable")
-_RENAMED = {"best": "top1", "legal": "moves_legal", "best_legal": "legal_move_rate"}
+_LEGALITY, _QUALITY = ("legal", "legal5", "best_legal"), ("top5", "best", "eval", "content")
+POLICY_PARTS = ("parsed", "structure", *_LEGALITY, *_QUALITY, "unavailable")
+# Parts with other names in the metrics of an evaluation.
+_RENAMED = {
+    "best": "top1",
+    "legal": "moves_legal",
+    "best_legal": "legal_move_rate",
+    "correct": "puzzle_accuracy",
+}
 DRAWS = 3  # draws of positions without any label before the run stops
 MOST_LOSS = 10.0  # pawns: the largest loss of a move, such as a missed mate
 
@@ -60,7 +80,7 @@ class PolicyGrader(ChessGrader):
 
     def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Means of the parts, and the mean centipawn loss of the legal best moves."""
-        means = part_means(groups, PARTS, self.reward)
+        means = part_means(groups, POLICY_PARTS, self.reward)
         metrics = {_RENAMED.get(name, name): value for name, value in means.items()}
         losses = self._losses(groups)
         if losses:
@@ -174,7 +194,7 @@ def chess_policy(
         return policy_problem(position.fen, widths)
 
     def ask_of(record: ChessRow) -> Problem:
-        return _of_record(record, widths)
+        return _policy_of_row(record, widths)
 
     problems = problems_of("chess_policy", "P: ", data, games_of(plies, pieces), ask, ask_of, held_out)
     if isinstance(problems, Dataset) and all("lines" in p.info for p in (*problems.train, *problems.held)):
@@ -183,7 +203,7 @@ def chess_policy(
     return ChessTask(EngineLabelled(problems, chosen), PolicyGrader(widths, chosen, options), "chess_policy")
 
 
-def _of_record(record: ChessRow, padding: Padding) -> Problem:
+def _policy_of_row(record: ChessRow, padding: Padding) -> Problem:
     """A row's problem with the labels of its text; illegal moves, and a best move without the highest evaluation, are
     refused."""
     fen, lines = record.fen, None
@@ -203,3 +223,114 @@ def _of_record(record: ChessRow, padding: Padding) -> Problem:
         )
     problem = policy_problem(fen, padding, record.location)
     return replace(problem, info={**problem.info, "lines": tuple(lines)}) if lines else problem
+
+
+COLUMNS = ("FEN", "Moves")
+PUZZLE_PARTS = ("parsed", "structure", "best_legal", "correct")
+LEGAL_WORTH = 0.1  # reward of a legal move that is not the solution
+
+
+@dataclass(frozen=True)
+class PuzzleGrader(ChessGrader):
+    """1 for the solution (if it is mate, for any mate), 0.1 for another legal move, 0 for an illegal one, and
+    `malformed` without a move."""
+
+    padding: Padding = PADDINGS["source"]
+    malformed: float = -0.3
+
+    def gold(self, problem: Problem) -> str:
+        move = problem.answer[0]
+        return policy_completion(Analysis((move,), (0.0,), move), self.padding)
+
+    def reward(self, problem: Problem, text: str) -> Reward:
+        answer = read_policy(text, self.padding)
+        best = answer.best
+        parts = {
+            "structure": float(answer.structure),
+            "parsed": float(best is not None),
+            "best_legal": float(best in legal_moves(problem.info["fen"])),
+            "correct": float(best in problem.answer),
+        }
+        paid = max(parts["correct"], LEGAL_WORTH * parts["best_legal"])
+        return Reward(paid if best is not None else self.malformed, parts, parsed=best is not None)
+
+    def metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        means = part_means(groups, PUZZLE_PARTS, self.reward)
+        return {_RENAMED.get(name, name): value for name, value in means.items()} | mate_in_one(groups, self.padding)
+
+
+def chess_puzzles(
+    path: str | None = None,
+    data: Mapping[str, Any] | None = None,
+    padding: str = "source",
+    malformed: float | None = None,
+    held_out: float = 1.0,
+) -> ChessTask:
+    """The task `chess_puzzles`: find the move. `path`, or `data.path`, is a file with columns FEN and Moves, where the
+    first move is the opponent's and the second the solution.
+
+    `held_out` is the fraction of puzzles for evaluation, by default all of them.
+    """
+    source = source_of(data)
+    if (path is None) == (source.path is None):
+        raise KeelError("chess_puzzles reads one file with columns FEN and Moves: give path, or data.path")
+    if not isinstance(path, str | None):
+        raise KeelError(f"chess_puzzles path is {path!r}: it must be a file's name")
+    if not isinstance(held_out, int | float) or isinstance(held_out, bool) or not 0 < held_out <= 1:
+        raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a fraction above 0, 1 for all")
+    widths = padding_of(padding)
+    grader = PuzzleGrader(widths, malformed_value("graduated", malformed))
+    problems = _read_puzzles(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
+    return ChessTask(problems if problems.train else OnlyHeldOut(problems), grader, "chess_puzzles")
+
+
+def _read_puzzles(source: SourceOptions, padding: Padding, share: float) -> Dataset:
+    assert source.path is not None
+    rows = read_rows(source.path, source.split)
+    missing = [name for name in COLUMNS if name not in rows.columns]
+    if rows.rows and missing:
+        columns = ", ".join(rows.columns)
+        raise KeelError(f"{rows.source} has no column {' and '.join(missing)}, which a puzzle needs: it has {columns}")
+    puzzles, notes = convert_rows(rows, lambda row: _puzzle(row, padding), source.on_broken)
+    if not puzzles:
+        raise KeelError(f"{rows.source} has no puzzles: give rows with FEN and Moves")
+    positions = [identity(puzzle.info["fen"]) for puzzle in puzzles]
+    chosen = split_held_out(positions, share)
+    held = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position in chosen)
+    train = tuple(puzzle for puzzle, position in zip(puzzles, positions, strict=True) if position not in chosen)
+    if share < 1:
+        evaluate = ", or held_out=1 for evaluation only"
+        distinct = len(set(positions))
+        check_split(rows.source, len(puzzles), len(train), len(held), distinct=distinct, more=evaluate)
+    summary = f"{rows.source}: {len(held)} puzzles held out, {len(train)} to train on"
+    return Dataset(f"chess_puzzles/{data_name(source)}", train, held, NoGrader(), (*notes, summary))
+
+
+@dataclass(frozen=True)
+class OnlyHeldOut(TaskWrapper):
+    """Puzzles that are all held out."""
+
+    inner: Task
+    evaluation_only = True
+
+    def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
+        raise KeelError("all puzzles are held out for evaluation: set held_out below 1 to train on the others")
+
+
+def _puzzle(row: DataRow, padding: Padding) -> Problem:
+    fen, moves = (row.values.get(name) for name in COLUMNS)
+    if not isinstance(fen, str) or not isinstance(moves, str):
+        raise KeelError("FEN or Moves is empty")
+    board = board_of(fen.strip())
+    line = [require_uci(move) for move in moves.split()]
+    if len(line) < 2:
+        raise KeelError(f"Moves is {moves!r}: it must have at least the opponent's move and the answer")
+    for move in line[:2]:
+        if chess.Move.from_uci(move) not in board.legal_moves:
+            raise KeelError(f"the move {move} is not legal in {fen_of(board)!r}")
+        board.push_uci(move)
+    mates = board.is_checkmate()
+    board.pop()
+    position = fen_of(board)
+    right = tuple(dict.fromkeys((line[1], *(mating_moves(position) if mates else ()))))
+    return Problem(row.location, policy_prompt(position, padding), answer=right, info={"fen": position})

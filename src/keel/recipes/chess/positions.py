@@ -1,15 +1,21 @@
-"""Random positions from seeded legal games, from the starting position or from a few pieces."""
+"""Positions from games: random legal games, engine self-play, and the lines of an openings file."""
 
 from __future__ import annotations
 
+import csv
+import io
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import chess
 
 from keel.base.errors import KeelError
-from keel.recipes.chess.format import HISTORY
+from keel.recipes.chess.engine import EnginePool, Query
+from keel.recipes.chess.format import HISTORY, require_uci
 from keel.recipes.chess.rules import fen_of, identity
 
 PLIES = (0, 80)
@@ -87,3 +93,121 @@ def any_move(rng: random.Random, legal: Sequence[str], illegal_share: float) -> 
         move = rng.choice((rng.choice(legal)[:2], rng.choice(_SQUARES))) + rng.choice(_SQUARES)
         if move not in legal and move[:2] != move[2:]:
             return move
+
+
+LINES_COLUMNS = ("uci", "pgn")
+RANDOM_PLIES = 6  # number of random moves at the start of an engine game, so that games differ
+NEAR = 0.5  # pawns: moves within this distance of the best are chosen with equal probability
+_NO_MOVES = re.compile(r"\{[^}]*\}|;[^\n]*|\[[^]]*\]|\$\d+|(?<![a-h])\d+\.+|[!?]+|1-0|0-1|1/2-1/2|\*")
+_VARIATION = re.compile(r"\([^()]*\)")
+Choose = Callable[[chess.Board], chess.Move | None]
+
+
+@dataclass(frozen=True)
+class Ply:
+    """A position of a game and the move played there."""
+
+    position: Position
+    move: str
+
+
+def play(board: chess.Board, plies: int, choose: Choose) -> Iterator[Ply]:
+    """A game from `board` until it is over, has `plies` moves, or `choose` has no move."""
+    while len(board.move_stack) < plies and not is_over(board):
+        move = choose(board)
+        if move is None:
+            return
+        history = tuple(m.uci() for m in board.move_stack[-(HISTORY - 1) :])
+        yield Ply(Position(fen_of(board), history), move.uci())
+        board.push(move)
+
+
+def is_over(board: chess.Board) -> bool:
+    """Whether a game ends here: mate, stalemate, bare kings, fifty moves, or third repetition."""
+    return board.is_game_over() or board.halfmove_clock >= 100 or board.is_repetition(3)
+
+
+def at_random(rng: random.Random) -> Choose:
+    """Any legal move."""
+    return lambda board: rng.choice(list(board.legal_moves))
+
+
+def by_engine(rng: random.Random, pool: EnginePool) -> Choose:
+    """A few random moves, then one of the engine's moves near its best; None if the engine fails."""
+    anything = at_random(rng)
+
+    def choose(board: chess.Board) -> chess.Move | None:
+        if len(board.move_stack) < RANDOM_PLIES:
+            return anything(board)
+        lines = pool.analyse([Query(fen_of(board))])[0]
+        if not lines:
+            return None
+        near = [move for move, value in lines if value >= lines[0][1] - NEAR]
+        return chess.Move.from_uci(rng.choice(near))
+
+    return choose
+
+
+def along(moves: tuple[str, ...], after: Choose) -> Choose:
+    """The moves of a line, then `after`."""
+
+    def choose(board: chess.Board) -> chess.Move | None:
+        played = len(board.move_stack)
+        return chess.Move.from_uci(moves[played]) if played < len(moves) else after(board)
+
+    return choose
+
+
+@lru_cache(maxsize=2)
+def read_openings(path: str) -> tuple[tuple[str, ...], ...]:
+    """The lines of a tab- or comma-separated file with a column `uci` (moves) or `pgn` (moves in SAN), as UCI moves."""
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise KeelError(f"cannot read --openings {path}: {why}") from error
+    first = text.partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text), delimiter="\t" if "\t" in first or "," not in first else ",")
+    columns = [name or "" for name in reader.fieldnames or ()]
+    column = next((name for name in LINES_COLUMNS if name in columns), None)
+    if column is None:
+        listed = ", ".join(columns) or "none"
+        raise KeelError(f"{path} has no column uci or pgn, with an opening's moves: its columns are {listed}")
+    lines = []
+    for row in reader:
+        try:
+            lines.append(_line(row[column] or "", column))
+        except (ValueError, KeelError) as error:
+            raise KeelError(f"{path}, line {reader.line_num}: {str(error) or 'no moves'}") from error
+    if not lines:
+        raise KeelError(f"{path} has no openings: give one per line below the header")
+    return tuple(lines)
+
+
+def _line(text: str, column: str) -> tuple[str, ...]:
+    board = chess.Board()
+    if column == "uci":
+        for move in text.split():
+            board.push_uci(require_uci(move))
+    else:
+        for san in _san_moves(text):
+            try:
+                board.push_san(san)
+            except ValueError as error:
+                raise KeelError(f"the move {san!r} of {text[:40]!r} is not legal") from error
+    moves = tuple(move.uci() for move in board.move_stack)
+    if not moves:
+        raise KeelError(f"{text[:40]!r} has no moves")
+    return moves
+
+
+def _san_moves(text: str) -> list[str]:
+    """The moves of a PGN, without headers, comments, variations, numbers, annotations and the result.
+
+    python-chess silently ends a line at a move that it cannot parse.
+    """
+    rest, variations = _NO_MOVES.sub(" ", text), 1
+    while variations:
+        rest, variations = _VARIATION.subn(" ", rest)
+    return rest.split()

@@ -1,4 +1,4 @@
-"""The base of the chess tasks: sources of problems, graders, and the task class."""
+"""What the chess tasks share: rows of data, sources of problems, graders, the task class, pictures of answers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,162 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import chess
+import chess.svg
+
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
+from keel.envs.dataset import Dataset, NoGrader, data_name
 from keel.envs.layouts import source_of
-from keel.envs.problems import Draw, held_out_problems, is_held_out, seeded_rng, training_problems
-from keel.recipes.chess.data import ChessRow, load
-from keel.recipes.chess.format import PARSES, Padding, read_policy
+from keel.envs.options import SourceOptions
+from keel.envs.problems import (
+    Draw,
+    check_split,
+    held_out_problems,
+    is_held_out,
+    seeded_rng,
+    split_held_out,
+    training_problems,
+)
+from keel.envs.rows import DataRow, convert_rows, read_rows
+from keel.recipes.chess.format import PARSES, Padding, is_uci, read_env, read_policy, require_uci
 from keel.recipes.chess.positions import Games, Position
 from keel.recipes.chess.rewards import malformed_value
-from keel.recipes.chess.rules import identity, mating_moves
+from keel.recipes.chess.rules import board_of, identity, mating_moves
+
+TEXT = "text"
+Ask = Callable[["ChessRow"], Problem]
+
+
+@dataclass(frozen=True)
+class ChessRow:
+    """One row: its location, its text or its columns, and its game."""
+
+    location: str
+    text: str | None
+    fen: str
+    move: str
+    history: tuple[str, ...]
+    game: str
+
+    @property
+    def split_key(self) -> str:
+        """The game, or the position of a row without one: rows with the same key are on the same side of the split."""
+        return self.game or identity(self.fen)
+
+
+def load(data: Mapping[str, Any], mark: str, ask: Ask, held_out: int | float, name: str) -> Dataset:
+    """Build problems with `ask` from rows with columns and from texts that start with `mark`.
+
+    A row that `ask` refuses is a broken row. Rows are split by the column `game` if it exists, else by position.
+    Training rows with a held-out position are dropped.
+    """
+    source = source_of(data)
+    if source.path is None:
+        raise KeelError(f"{name} reads data: give data.path")
+    rows = read_rows(source.path, source.split)
+
+    def read(row: DataRow) -> list[tuple[ChessRow, Problem]]:
+        record = _record(row, source)
+        return [(record, ask(record))] if record.text is None or record.text.startswith(mark) else []
+
+    several, notes = convert_rows(rows, read, source.on_broken)
+    records = [record for records in several for record in records]
+    if not records:
+        raise KeelError(f"{rows.source} has no row for {name}: give texts that begin with {mark!r}, or a column fen")
+    train, held = _split(records, held_out)
+    distinct = len({record.split_key for record, _ in records})
+    rule = " (rows of one game, or of one position, stay together)"
+    check_split(f"{rows.source} for {name}", len(records), len(train), len(held), distinct=distinct, more=rule)
+    left_out = len(records) - len(train) - len(held)
+    summary = f"{rows.source}: {len(train)} training problems of {name}, {len(held)} held out"
+    again = f", {left_out} dropped because their positions are held out" if left_out else ""
+    return Dataset(f"{name}/{data_name(source)}", train, held, NoGrader(), (*notes, summary + again))
+
+
+def _record(row: DataRow, source: SourceOptions) -> ChessRow:
+    values = row.values
+    for other in ("messages", "system"):
+        if getattr(source.columns, other) is not None:
+            raise KeelError(f"data.columns.{other} has no effect for chess: rows are texts, or columns fen and move")
+    column = source.columns.prompt if source.columns.prompt in values else TEXT
+    text = values.get(column)
+    if text is None and isinstance(values.get("prompt"), str) and isinstance(values.get("completion"), str):
+        text = values["prompt"] + values["completion"]  # the format of `python -m keel.recipes.chess data`
+    if isinstance(text, str) and text[:3] in ("P: ", "A: "):
+        fen = text[3:].partition("M:" if text.startswith("P") else "+")[0].strip()
+        return ChessRow(row.location, text, fen, "", (), str(values.get("game") or ""))
+    if text is not None:
+        raise KeelError(f"column {column!r} must start with 'P: ' or 'A: '")
+    fen = values.get("fen", values.get("FEN"))
+    if not isinstance(fen, str):
+        raise KeelError(f"it has neither a text ({TEXT!r}) nor a position ('fen'): its columns are {', '.join(values)}")
+    moves = values.get("history") or ()
+    if not isinstance(moves, str | list | tuple):
+        raise KeelError(f"its history is {moves!r}: give the previous moves, as text or a list")
+    history = tuple(moves.split() if isinstance(moves, str) else map(str, moves))
+    for move in history:
+        require_uci(move)
+    return ChessRow(row.location, None, fen, str(values.get("move") or ""), history, str(values.get("game") or ""))
+
+
+def _split(
+    records: Sequence[tuple[ChessRow, Problem]], held_out: int | float
+) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
+    chosen = split_held_out((record.split_key for record, _ in records), held_out)
+    held = [(record, problem) for record, problem in records if record.split_key in chosen]
+    positions = {identity(record.fen) for record, _ in held}
+    rest = [p for r, p in records if r.split_key not in chosen and identity(r.fen) not in positions]
+    return tuple(rest), tuple(p for _, p in held)
+
+
+SIZE = 240
+RIGHT, WRONG, ENGINE = "#15781b88", "#c0392b99", "#1f5fa888"
+
+
+def answer_picture(problem: Problem, text: str) -> str | None:
+    """The board of an answer. A: the answer's position, with wrong squares in red. P: the best move as an arrow, green
+    if it is also the engine's, and otherwise the engine's in blue. None if no board can be drawn."""
+    try:
+        board = board_of(problem.info["fen"])
+    except KeelError:
+        return None
+    return _environment(problem, text) if "move" in problem.info else _policy(problem, board, text)
+
+
+def board_picture(board: chess.Board) -> str:
+    """A position with its last move."""
+    return str(chess.svg.board(board, size=SIZE, lastmove=board.move_stack[-1] if board.move_stack else None))
+
+
+def _environment(problem: Problem, text: str) -> str:
+    fen, truth = read_env(text).fen, chess.Board(problem.answer[0])
+    shown = chess.Board(fen) if fen is not None else chess.Board(None)
+    wrong = {s: WRONG for s in chess.SQUARES if shown.piece_at(s) != truth.piece_at(s)}
+    move = chess.Move(*_squares(problem.info["move"]))
+    return str(chess.svg.board(shown, size=SIZE, fill=wrong, lastmove=move))
+
+
+def _policy(problem: Problem, board: chess.Board, text: str) -> str:
+    best = read_policy(text).best
+    lines = problem.info.get("lines") or ()
+    right_move = lines[0][0] if lines else problem.answer[0] if problem.answer else None
+    arrows = []
+    if right_move is not None and right_move != best:
+        arrows.append(_arrow(right_move, ENGINE))
+    if best is not None and is_uci(best):
+        arrows.append(_arrow(best, RIGHT if best == right_move else WRONG))
+    return str(chess.svg.board(board, size=SIZE, arrows=arrows))
+
+
+def _arrow(move: str, color: str) -> chess.svg.Arrow:
+    return chess.svg.Arrow(*_squares(move), color=color)
+
+
+def _squares(move: str) -> tuple[chess.Square, chess.Square]:
+    """The squares of a move; both may be the same, since a model may write e2e2, which is drawn as a circle."""
+    return chess.parse_square(move[:2]), chess.parse_square(move[2:4])
 
 
 class ChessGrader:
@@ -92,7 +238,7 @@ class ChessTask(TaskWrapper):
 
     def picture(self, problem: Problem, text: str) -> str | None:
         """An SVG of an answer's board, for the report."""
-        from keel.recipes.chess.picture import answer_picture
+        from keel.recipes.chess.task import answer_picture
 
         return answer_picture(problem, text)
 

@@ -14,9 +14,8 @@ from keel.envs.tools import MAX_CHARACTERS, check_distinct
 from keel.envs.with_tools import tools_of
 from keel.recipes.multihop.retrieve import build_retriever
 from keel.recipes.multihop.score import checked_weights
-from keel.recipes.multihop.source import QuestionSource, Worlds, rows_of
+from keel.recipes.multihop.source import QuestionSource, Worlds, check_size, rows_of
 from keel.recipes.multihop.task import Multihop
-from keel.recipes.multihop.world import check_size
 
 ANSWER_STYLES = ("tags", "complete")
 INSTRUCTIONS = {

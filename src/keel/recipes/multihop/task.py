@@ -18,12 +18,10 @@ from keel.envs.tool_calls import write_call
 from keel.envs.toolbox import MAX_CALLS, Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, Tool, tool
 from keel.recipes.multihop import score
-from keel.recipes.multihop.answer import Answer, complete, read_answer, retrieve_documents
-from keel.recipes.multihop.queries import queries
 from keel.recipes.multihop.question import Document, Question
-from keel.recipes.multihop.retrieve import Retrieved, Retriever
-from keel.recipes.multihop.source import QuestionSource, Worlds
-from keel.recipes.multihop.world import world_words
+from keel.recipes.multihop.retrieve import Retrieved, Retriever, queries
+from keel.recipes.multihop.score import Answer, complete, read_answer, retrieve_documents
+from keel.recipes.multihop.source import QuestionSource, Worlds, world_words
 
 _TAG = re.compile(r"<(/?)([A-Za-z_][\w-]*)>")
 _OWN_TAGS = {"think", "cite", "answer", "result"}
