@@ -34,7 +34,7 @@ def task_of(tmp_path: Path, records: list[dict[str, Any]] | None = None, **param
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_it_is_a_sound_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    monkeypatch.setattr("keel.envs.gsm8k.has_math_verify", lambda: installed)
+    monkeypatch.setattr("keel.envs.dataset.has_math_verify", lambda: installed)
     task = task_of(tmp_path)
     check(task, count=8)
     assert any(("by math-verify" if installed else "as numbers") in note for note in task.notes)

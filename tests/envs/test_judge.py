@@ -289,7 +289,7 @@ def test_shuffled_rewards_are_the_same_in_sum_and_say_nothing_in_place() -> None
         ("exat", {}, "did you mean 'exact'"),
         ("numeric", {"tags": 1}, "did you mean 'tag'"),
         ("task", {"x": 1}, "takes no parameters"),
-        ("format", {"pattern": "("}, "not a valid regular expression"),
+        ("format", {"pattern": "("}, "a valid regular expression"),
         ("no.module:f", {}, "cannot import reward"),
         (f"{__name__}:sees_turns", {"bonuss": 1}, "did you mean 'bonus'"),
     ],

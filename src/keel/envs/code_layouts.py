@@ -16,7 +16,7 @@ from keel.base.types import Problem, Reward
 from keel.envs.layouts import LoadedProblems
 from keel.envs.options import SourceOptions
 from keel.envs.programs import check_tests
-from keel.envs.rewards.code import judge
+from keel.envs.rewards.text import program_reward
 from keel.envs.rows import DataRow, convert_rows, read_rows
 from keel.envs.sandbox import SandboxLimits
 
@@ -41,7 +41,7 @@ class CodeGrader:
         return f"```python\n{problem.answer}\n```" if self.fenced else str(problem.answer)
 
     def reward(self, problem: Problem, text: str) -> Reward:
-        return judge(problem, text, self.limits, self.partial)
+        return program_reward(problem, text, self.limits, self.partial)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from keel.envs.base import Task, check_is_task
 from keel.envs.capitals import capitals
 from keel.envs.code import code
 from keel.envs.countdown import countdown
-from keel.envs.dataset import dataset
-from keel.envs.game_packages import gem, skyrl_gym, textarena
+from keel.envs.dataset import dataset, gsm8k
+from keel.envs.game_packages import gem, openenv, skyrl_gym, textarena
 from keel.envs.games import GameTask, GivenTask
-from keel.envs.gsm8k import gsm8k
 from keel.envs.http import http
 from keel.envs.mixture import Mixture, mixture
-from keel.envs.openenv import openenv
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 from keel.envs.reasoning_gym import check_reasoning_gym, reasoning_gym
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S

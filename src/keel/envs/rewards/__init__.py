@@ -2,7 +2,7 @@
 
 from keel.envs.rewards.part import AGGREGATES, RewardFunction, RewardPart, as_reward, combine, wrap
 from keel.envs.rewards.registry import REWARDS, TASK, build_reward, build_rewards, check_reward, probe_rewards
-from keel.envs.rewards.text import cosine, exact, format, ladder, length, numeric, regex, tag_count
+from keel.envs.rewards.text import code, cosine, exact, format, ladder, length, numeric, regex, tag_count
 
 __all__ = [
     "AGGREGATES",
@@ -14,6 +14,7 @@ __all__ = [
     "build_reward",
     "build_rewards",
     "check_reward",
+    "code",
     "combine",
     "cosine",
     "exact",

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field
 
 from keel.base.errors import KeelError
 from keel.base.json_http import RequestFailed, ask, below, check_reachable, shown
+from keel.base.parts import Range
 from keel.base.types import Problem
+from keel.envs.rewards.text import PATTERN, is_pattern
 
 CONCURRENCY = 8
+
+
+def _names_a_host(url: Any) -> bool:
+    parts = urlsplit(str(url))
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _is_score_pattern(pattern: Any) -> bool:
+    return is_pattern(pattern) and re.compile(pattern).groups == 1
+
+
+Url = Annotated[str, Range("http:// or https:// and a host", _names_a_host)]
+ScorePath = Annotated[
+    str, Range("a path such as score or results.0.value", lambda path: re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", str(path)))
+]
+ScorePattern = Annotated[str, Range(f"{PATTERN} with one group, around the score", _is_score_pattern)]
+Template = Annotated[str, Range("a text with {completion}", lambda template: "{completion}" in str(template))]
+Seconds = Annotated[float, Field(gt=0)]
+Concurrency = Annotated[int, Field(ge=1)]
+Retries = Annotated[int, Field(ge=0)]
+Backoff = Annotated[float, Field(ge=0)]
 TEMPLATE = (
     "Judge the answer to a question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n"
     "{completion}\n\nSay in one sentence why, then end with a line `Score: N`, N from 0 (wrong) to 10 (right)."
@@ -21,13 +47,13 @@ def http(
     problem: Problem,
     text: str,
     turns: Sequence[str],
-    url: str,
-    score: str = "score",
+    url: Url,
+    score: ScorePath = "score",
     headers: Mapping[str, str] | None = None,
-    timeout_s: float = 10.0,
-    retries: int = 2,
-    backoff_s: float = 0.5,
-    concurrency: int = CONCURRENCY,
+    timeout_s: Seconds = 10.0,
+    retries: Retries = 2,
+    backoff_s: Backoff = 0.5,
+    concurrency: Concurrency = CONCURRENCY,
 ) -> float:
     """The score that the server at `url` returns.
 
@@ -52,18 +78,18 @@ def http(
 def chat_judge(
     problem: Problem,
     text: str,
-    url: str,
+    url: Url,
     model: str,
-    template: str = TEMPLATE,
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
+    template: Template = TEMPLATE,
+    pattern: ScorePattern = r"Score:\s*(-?\d+(?:\.\d+)?)",
     low: float = 0.0,
     high: float = 10.0,
     max_tokens: int = 512,
     headers: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
-    retries: int = 2,
-    backoff_s: float = 1.0,
-    concurrency: int = CONCURRENCY,
+    timeout_s: Seconds = 60.0,
+    retries: Retries = 2,
+    backoff_s: Backoff = 1.0,
+    concurrency: Concurrency = CONCURRENCY,
 ) -> float:
     """The score of a chat model behind an OpenAI-compatible `url` (such as http://host:8000/v1), scaled to [0, 1].
 
@@ -90,6 +116,13 @@ def chat_judge(
     if not low <= value <= high:
         raise RequestFailed(f"{shown(endpoint)} gave the score {value:g}, outside {low:g} to {high:g}")
     return (value - low) / (high - low)
+
+
+def check_chat_judge(params: Mapping[str, Any]) -> None:
+    """Refuse an empty range of scores."""
+    low, high = params.get("low", 0.0), params.get("high", 10.0)
+    if not low < high:
+        raise KeelError(f"reward chat_judge: low is {low} and high is {high}: high must be above low")
 
 
 def probe(url: str, headers: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from keel.base.errors import KeelError, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.base.parts import part_arguments
+from keel.envs.answers import require_math_verify
 from keel.envs.base import Task
 from keel.envs.calls import is_async
 from keel.envs.options import RewardPartOptions
 from keel.envs.programs import need_sandbox
-from keel.envs.rewards import code, http, text
-from keel.envs.rewards.checks import CHECKS
+from keel.envs.rewards import http, text
 from keel.envs.rewards.part import RewardFunction, RewardPart, wrap
 from keel.envs.sandbox import SandboxLimits
 
@@ -31,9 +31,17 @@ REWARDS: dict[str, RewardFunction] = {
     "ladder": text.ladder,
     "length": text.length,
     "cosine": text.cosine,
-    "code": code.code,
+    "code": text.code,
     "http": http.http,
     "chat_judge": http.chat_judge,
+}
+# Checks of parameters beyond the types in the signature.
+CHECKS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "math": lambda params: require_math_verify("reward math"),
+    "regex": text.check_regex,
+    "ladder": text.check_ladder,
+    "code": SandboxLimits.of,
+    "chat_judge": http.check_chat_judge,
 }
 TASK = "task"  # the task's own reward
 REMOTE = ("http", "chat_judge")
