@@ -29,7 +29,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "keel.envs.answers: last_tag",
             "keel.envs.tools: MAX_CHARACTERS Tool check_distinct tool",
             "keel.envs.with_tools: tools_of",
-            "keel.envs.tool_calls: FORMATS write_call",
+            "keel.envs.tool_calls: FORMATS Format write_call",
             "keel.envs.toolbox: MAX_CALLS Toolbox ToolEpisode",
         ),
     ),
@@ -71,7 +71,8 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         "What travels between the rooms, and what parts of one's own are declared with.",
         (
             "keel.base.types: Problem Completion Group Reward Scores",
-            "keel.base.options: Options PluginOptions",
+            "keel.base.options: Options PluginOptions PositiveFloat PositiveInt",
+            "keel.base.validation: read_options",
             "keel.base.errors: KeelError unknown",
             "keel.base.files: write_atomic",
             "keel.base.imports: import_object",

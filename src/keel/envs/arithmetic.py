@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Problem, Reward
@@ -60,8 +63,6 @@ SKILLS: Mapping[str, ArithmeticSkill] = {
         on_digits=True,
     ),
 }
-FORMATS = ("plain", "answer_tag")
-STYLES = ("signs", "words")
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class Arithmetic(Task):
     low: int
     high: int
     digits: int
-    format: str
-    style: str
+    format: Literal["plain", "answer_tag"]
+    style: Literal["signs", "words"]
     held_out_identities: frozenset[str] | None = None  # set by `with_held_out`; None holds out the default share
 
     @property
@@ -180,9 +181,9 @@ def arithmetic(
     skill: str = "add",
     low: int | None = None,
     high: int | None = None,
-    digits: int | None = None,
-    format: str = "plain",
-    style: str = "signs",
+    digits: Annotated[int, Field(ge=1, le=18)] | None = None,
+    format: Literal["plain", "answer_tag"] = "plain",
+    style: Literal["signs", "words"] = "signs",
     held_out: int | None = None,
 ) -> Arithmetic:
     """The task `arithmetic`. `low` and `high` bound the operands (default 0 to 99), or `digits` gives their length.
@@ -193,25 +194,15 @@ def arithmetic(
     """
     if skill not in SKILLS:
         raise unknown("arithmetic skill", skill, SKILLS)
-    if format not in FORMATS:
-        raise unknown("arithmetic format", format, FORMATS)
-    if style not in STYLES:
-        raise unknown("arithmetic style", style, STYLES)
     bounded = low is not None or high is not None
     if SKILLS[skill].on_digits and bounded:
         raise KeelError(f"arithmetic skill {skill!r} works on digit strings: give digits, not low or high")
     if digits is not None and bounded:
         raise KeelError("arithmetic takes digits or low/high, not both")
-    if digits is not None and not 1 <= digits <= 18:
-        raise KeelError(f"arithmetic digits is {digits}: it must be between 1 and 18")
     if digits is not None:
         low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
     lowest, highest = (RANGE[0] if low is None else low), (RANGE[1] if high is None else high)
     if highest < lowest:
         raise KeelError(f"arithmetic low is {lowest} and high is {highest}: high must not be below low")
     task = Arithmetic(skill, lowest, highest, DIGITS if digits is None else digits, format, style)
-    if held_out is None:
-        return task
-    if isinstance(held_out, bool) or not isinstance(held_out, int):
-        raise KeelError(f"arithmetic held_out is {held_out!r}: give a whole number of problems")
-    return task.with_held_out(held_out)
+    return task if held_out is None else task.with_held_out(held_out)

@@ -6,8 +6,10 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from keel.base.errors import KeelError
+from pydantic import Field
+
 from keel.base.types import Problem, Reward
 from keel.envs.base import Task
 from keel.envs.problems import choose_held_out, seeded_rng
@@ -81,8 +83,6 @@ def _problem(country: str, again: str = "") -> Problem:
     return Problem(f"capital:{country}{again}", [{"role": "user", "content": question}], CAPITALS[country])
 
 
-def capitals(held_out: int = 32) -> Capitals:
+def capitals(held_out: Annotated[int, Field(ge=1, lt=len(CAPITALS))] = 32) -> Capitals:
     """The task `capitals`: 64 countries, of which `held_out` are never trained on."""
-    if isinstance(held_out, bool) or not isinstance(held_out, int) or not 1 <= held_out < len(CAPITALS):
-        raise KeelError(f"capitals held_out is {held_out!r}: give a number of countries from 1 to {len(CAPITALS) - 1}")
     return Capitals(choose_held_out(dict.fromkeys(CAPITALS, 1), held_out))

@@ -8,9 +8,11 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from keel.base.errors import KeelError, unknown
+from pydantic import Field
+
+from keel.base.errors import KeelError
 from keel.base.types import Message, Problem, Reward
 from keel.envs.attacks import Attack, prompt_text
 from keel.envs.base import Task
@@ -144,7 +146,6 @@ def _is_literal(text: str) -> bool:
     return True
 
 
-FORMATS = ("chat", "plain")
 TESTS = 6
 _QUESTION = "Write a Python function f(x). x is a list of integers. It must do this, step by step: {steps}."
 
@@ -264,9 +265,9 @@ class CodeDataset(Dataset):
 
 def code(
     steps: int | Sequence[int] = (2, 3),
-    largest: int = 9,
-    format: str = "chat",
-    partial: float = 0.0,
+    largest: Annotated[int, Field(ge=2, le=9)] = 9,
+    format: Literal["chat", "plain"] = "chat",
+    partial: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     sandbox: str = "auto",
     timeout_s: float = 4.0,
     memory_mb: int = 256,
@@ -287,14 +288,8 @@ def code(
     parameters are the sandbox's: `sandbox: none` runs programs with your own permissions.
     """
     counts = (steps,) if isinstance(steps, int) else tuple(steps)
-    if not counts or not all(isinstance(n, int) and 1 <= n <= 4 for n in counts):
+    if not counts or not all(1 <= n <= 4 for n in counts):
         raise KeelError(f"code steps is {steps!r}: it must be a count, or a list of counts, from 1 to 4")
-    if not 2 <= largest <= 9:
-        raise KeelError(f"code largest is {largest}: it must be from 2 to 9")
-    if format not in FORMATS:
-        raise unknown("code format", format, FORMATS)
-    if not 0 <= partial < 1:
-        raise KeelError(f"code partial is {partial}: it must be at least 0 and below 1")
     limits = SandboxLimits(sandbox, timeout_s, memory_mb, disk_mb, output_kb, workers)
     need_sandbox(limits)
     source = source_of(data)

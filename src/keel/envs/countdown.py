@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import combinations
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from keel.base.errors import KeelError, unknown
+from pydantic import Field
+
+from keel.base.errors import KeelError
 from keel.base.types import Message, Problem, Reward
 from keel.envs.answers import last_tag
 from keel.envs.base import Task
@@ -23,7 +25,7 @@ from keel.envs.options import SourceOptions
 from keel.envs.problems import HELD_OUT_FRACTION, held_out_problems, seeded_rng, training_problems
 from keel.envs.rows import DataRow, convert_rows, read_rows
 
-FORMATS = ("tags", "plain")
+Format = Literal["tags", "plain"]
 COLUMNS = ("nums", "target")
 MAX_NUMBERS = 5  # numbers of a data row: its solution is searched exhaustively
 FORMAT_REWARD = 0.1
@@ -247,12 +249,12 @@ def _joins(first: _Part, second: _Part) -> Iterator[_Part]:
 
 def countdown(
     numbers: int | Sequence[int] = (3, 4),
-    low: int = 1,
+    low: Annotated[int, Field(ge=0)] = 1,
     high: int = 99,
     target_low: int = 1,
     target_high: int = 999,
     operations: str = "+-*/",
-    format: str = "tags",
+    format: Format = "tags",
     data: Mapping[str, Any] | None = None,
     held_out: int | float = HELD_OUT_FRACTION,
     eval_path: str | Sequence[str] | None = None,
@@ -263,16 +265,14 @@ def countdown(
     With `data.path`, problems are read from rows with the columns `nums` and `target`, and split as in `dataset`.
     """
     counts = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    if not counts or not all(isinstance(n, int) and 2 <= n <= 8 for n in counts):
+    if not counts or not all(2 <= n <= 8 for n in counts):
         raise KeelError(f"countdown numbers is {numbers!r}: it must be a count, or a list of counts, from 2 to 8")
-    if not 0 <= low <= high:
-        raise KeelError(f"countdown low is {low} and high is {high}: 0 <= low <= high must hold")
-    if target_high < target_low:
-        raise KeelError(f"countdown target_low is {target_low} and target_high {target_high}: swap them")
     if not operations or set(operations) - set("+-*/"):
         raise KeelError(f"countdown operations is {operations!r}: it must be some of '+-*/'")
-    if format not in FORMATS:
-        raise unknown("countdown format", format, FORMATS)
+    if low > high:
+        raise KeelError(f"countdown low is {low} and high is {high}: swap them")
+    if target_high < target_low:
+        raise KeelError(f"countdown target_low is {target_low} and target_high {target_high}: swap them")
     source, grader = source_of(data), CountdownGrader(format)
     if source.path is not None:
         train, held, notes = split(source, held_out, eval_path, eval_split, read=_read)

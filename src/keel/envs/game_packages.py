@@ -10,7 +10,6 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.imports import import_object, is_import_path
 from keel.base.types import Problem
-from keel.envs.base import Task
 from keel.envs.games import (
     Game,
     GivenTask,
@@ -23,9 +22,11 @@ from keel.envs.games import (
     imported,
     inner_prompt,
     need,
+    seeded_task,
     users,
 )
-from keel.envs.http import check_address, expanded, expanded_text
+from keel.envs.http import START_SERVER, check_address, expanded, expanded_text
+from keel.envs.registry import inner_task
 
 MODEL = 0  # the model's seat
 
@@ -90,18 +91,15 @@ def textarena(
     check_known("textarena", game, registry, "textarena.pprint_registry_detailed()")
     others: Player | None = imported("opponent", opponent)
     count = num_players or (1 if others is None else 2)
-    task = SeededTask(
+    advice = f" (with {count} players: set task.num_players, and task.opponent for the other players)"
+    return seeded_task(
         f"textarena:{game}",
         lambda problem: TextArenaGame(library, library.make(game, **params), count, others),
-        imported("player", player),
-        imported("view", view),
+        player,
+        view,
         success,
-        advice=""
-        if num_players
-        else f" (with {count} players: set task.num_players, and task.opponent for the other players)",
+        advice="" if num_players else advice,
     )
-    task.check()
-    return task
 
 
 class GemGame(Game):
@@ -132,15 +130,9 @@ def gem(
     """
     library = _library(environment)
     check_known("gem", environment, library.envs.registration.ENV_REGISTRY, "gem.print_envs()")
-    task = SeededTask(
-        f"gem:{environment}",
-        lambda problem: GemGame(library.make(environment, **params)),
-        imported("player", player),
-        imported("view", view),
-        success,
+    return seeded_task(
+        f"gem:{environment}", lambda problem: GemGame(library.make(environment, **params)), player, view, success
     )
-    task.check()
-    return task
 
 
 def _library(environment: str) -> Any:
@@ -185,14 +177,20 @@ class SkyRLGame(Game):
 
 def skyrl_gym(
     environment: str,
-    task: Task,
+    task: Mapping[str, Any],
     extras: Mapping[str, Any] | None = None,
     env_config: Mapping[str, Any] | None = None,
     player: str | None = None,
     view: str | None = None,
     success: float = 1.0,
 ) -> GivenTask:
-    """An environment of skyrl-gym around `task`, whose answers are its `ground_truth`."""
+    """An environment of skyrl-gym around the problems of `task`, written as in `task:`; answers are its ground truth.
+
+    `extras` are further fields of a row, such as max_turns, and `env_config` the environment's configuration. `player`
+    and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
+    `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
+    """
+    inner = inner_task(f"skyrl_gym:{environment}", task)
     library = need("skyrl_gym", f"skyrl_gym:{environment}", "skyrl-gym")
     check_known("skyrl_gym", environment, library.registry, "skyrl_gym.pprint_registry()")
     config = need("omegaconf", f"skyrl_gym:{environment}", "skyrl-gym").OmegaConf.create(dict(env_config or {}))
@@ -204,7 +202,7 @@ def skyrl_gym(
         return SkyRLGame(library.make(environment, env_config=config, extras=row))
 
     name = f"skyrl_gym:{environment}"
-    return GivenTask(task, name, make, imported("player", player), imported("view", view), success)
+    return GivenTask(inner, name, make, imported("player", player), imported("view", view), success)
 
 
 BASE = ("reward", "done", "metadata")  # fields that every observation has, in addition to the environment's own
@@ -308,13 +306,4 @@ def openenv(
             raise KeelError(f"task.observation is {observation!r}: the environment has {', '.join(fields)}")
         return str(fields[observation])
 
-    task = SeededTask(
-        "openenv",
-        game,
-        imported("player", player),
-        success=success,
-        kind=RemoteEpisode,
-        advice="; start the server, or fix task.url",
-    )
-    task.check()
-    return task
+    return seeded_task("openenv", game, player, None, success, RemoteEpisode, START_SERVER)

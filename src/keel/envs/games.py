@@ -303,6 +303,21 @@ class SeededTask(GameTask):
             )
 
 
+def seeded_task(
+    name: str,
+    make: Callable[[Problem], Game],
+    player: str | None,
+    view: str | None,
+    success: float,
+    kind: type[GameEpisode] = GameEpisode,
+    advice: str = "",
+) -> SeededTask:
+    """A `SeededTask` with the user's `player` and `view`, `module:attr`, after a check that it starts."""
+    task = SeededTask(name, make, imported("player", player), imported("view", view), success, kind, advice)
+    task.check()
+    return task
+
+
 @dataclass(frozen=True)
 class GivenTask(GameTask, TaskWrapper):
     """The problems of `inner`, played in the environments that `make` builds from them.

@@ -16,7 +16,7 @@ from keel.base.errors import KeelError
 from keel.base.json_http import certificates
 from keel.base.redact import UnsetVariable, expand_env
 from keel.base.types import Problem
-from keel.envs.games import Game, Messages, RemoteEpisode, SeededTask, TurnResult, imported, users
+from keel.envs.games import Game, Messages, RemoteEpisode, SeededTask, TurnResult, seeded_task, users
 from keel.envs.problems import is_held_out
 from keel.envs.rewards.http import shown
 
@@ -28,6 +28,7 @@ RETRIES = 2  # attempts of `reset` only: a repeated `step` could be played twice
 BACKOFF_S = 0.5
 CLOSE_S = 5.0
 IDLE_S = 2.0
+START_SERVER = "; start the server, or fix task.url"  # advice for an environment that does not start
 
 
 class ServerFailed(Exception):
@@ -161,17 +162,7 @@ def http(
     """
     check_address(url, headers, timeout_s)
     server = EnvironmentServer(url.rstrip("/"), headers or {}, timeout_s, params)
-    task = SeededTask(
-        "http",
-        lambda problem: HttpGame(server),
-        imported("player", player),
-        imported("view", view),
-        success,
-        RemoteEpisode,
-        "; start the server, or fix task.url",
-    )
-    task.check()
-    return task
+    return seeded_task("http", lambda problem: HttpGame(server), player, view, success, RemoteEpisode, START_SERVER)
 
 
 def check_address(url: str, headers: Mapping[str, str] | None, timeout_s: float) -> None:

@@ -14,13 +14,16 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import reduce
 from operator import or_
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from keel.base.errors import KeelError, unknown
+from keel.base.options import Options, PositiveFloat, PositiveInt
 from keel.base.redact import UnsetVariable, expand_env, redact_text
+from keel.base.validation import read_options
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
 
-OPTIONS = ("mcp", "only", "timeout_s", "max_characters", "at_once", "env", "headers")
 START_S = 30.0  # time limit for a server to list its tools
 STOP_S = 10.0  # time limit for a server to stop when Python exits
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None), "object": dict}
@@ -32,19 +35,21 @@ class ToolError(Exception):
 
 def mcp_tools(entry: Mapping[str, Any]) -> list[Tool]:
     """The tools of one entry. Starts the server, or reuses the one of an equal entry."""
-    address, only, variables, limits = _checked(entry)
+    checked = _checked(entry)
+    address = checked.mcp
     try:
         from mcp import Client  # noqa: F401
     except ImportError as error:
         raise KeelError("task.tools: an mcp entry needs mcp 2.0 or newer: pip install 'keel-rl[mcp]'") from error
-    server = _server(address, variables)
+    server = _server(address, checked.variables)
     listed = {tool.name: tool for tool in server.listed()}
-    for name in only:
+    for name in checked.only or ():
         if name not in listed:
             raise unknown(f"tool of the MCP server {address!r}", name, listed)
     if not listed:
         raise KeelError(f"the MCP server {address!r} has no tools: leave it out of task.tools")
-    return [_tool(server, listed[name], limits) for name in only or listed]
+    limits = checked.model_dump(include={"timeout_s", "max_characters", "at_once"})
+    return [_tool(server, listed[name], limits) for name in checked.only or listed]
 
 
 class McpServer:
@@ -184,34 +189,36 @@ def end_servers() -> None:
             end.result(STOP_S)
 
 
-def _checked(entry: Mapping[str, Any]) -> tuple[str, list[str], dict[str, str], dict[str, Any]]:
-    """Check an entry and return address, tool names, environment or headers, and limits."""
-    for option in entry:
-        if option not in OPTIONS:
-            raise unknown("option of an mcp entry in task.tools", option, OPTIONS)
-    address, only = entry.get("mcp"), entry.get("only")
-    env, headers = entry.get("env") or {}, entry.get("headers") or {}
+class McpEntry(Options):
+    """An entry `{mcp: …}` of `task.tools`: a command or URL, the names of tools to use, limits, variables."""
+
+    mcp: str
+    only: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    timeout_s: PositiveFloat | None = TIMEOUT_S
+    max_characters: PositiveInt = MAX_CHARACTERS
+    at_once: PositiveInt = 1
+    env: dict[str, str | int | float | bool] | None = None
+    headers: dict[str, str | int | float | bool] | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment of a command, or the headers for a URL."""
+        return {name: str(value) for name, value in (self.env or self.headers or {}).items()}
+
+
+def _checked(entry: Mapping[str, Any]) -> McpEntry:
+    checked = read_options(McpEntry, entry, "task.tools")
     try:
-        fine = isinstance(address, str) and bool(shlex.split(address))
+        fine = bool(shlex.split(checked.mcp))
     except ValueError:  # a quote that is not closed
         fine = False
-    if not isinstance(address, str) or not fine:
-        raise KeelError(f"task.tools: mcp is {address!r}: give the server's command or its URL http://…/mcp")
-    if only is not None and not (isinstance(only, list | tuple) and only and all(isinstance(n, str) for n in only)):
-        raise KeelError(f"task.tools: only is {only!r}: give a list of tool names, or leave it out for all tools")
-    if not isinstance(env, Mapping) or (env and _is_url(address)):
-        raise KeelError(f"task.tools: env of {address!r} must be a mapping of names to values and needs a command")
-    if not isinstance(headers, Mapping) or (headers and not _is_url(address)):
-        raise KeelError(f"task.tools: headers of {address!r} must be a mapping of names to values and needs a URL")
-    limits = {"timeout_s": TIMEOUT_S, "max_characters": MAX_CHARACTERS, "at_once": 1}
-    limits |= {option: entry[option] for option in limits if option in entry}
-    for option, value in limits.items():
-        number = int | float if option == "timeout_s" else int
-        is_number = isinstance(value, number) and not isinstance(value, bool) and value > 0
-        if not is_number and not (option == "timeout_s" and value is None):
-            raise KeelError(f"task.tools: {option} of {address!r} is {value!r}: it must be a number above 0")
-    variables = {str(name): str(value) for name, value in (env or headers).items()}
-    return address, list(only or ()), variables, limits
+    if not fine:
+        raise KeelError(f"task.tools: mcp is {checked.mcp!r}: give the server's command or its URL http://…/mcp")
+    if checked.env and _is_url(checked.mcp):
+        raise KeelError(f"task.tools: env of {checked.mcp!r} is for a command: give headers for a URL")
+    if checked.headers and not _is_url(checked.mcp):
+        raise KeelError(f"task.tools: headers of {checked.mcp!r} are for a URL: give env for a command")
+    return checked
 
 
 @asynccontextmanager

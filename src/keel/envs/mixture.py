@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
@@ -16,6 +16,7 @@ from keel.envs.attacks import Attack
 from keel.envs.base import Task
 from keel.envs.episode import Episode
 from keel.envs.problems import seeded_rng, shares_of
+from keel.envs.registry import build_task
 
 
 @dataclass(frozen=True)
@@ -169,3 +170,10 @@ def mixture(tasks: Sequence[Task], weights: Sequence[float] | None = None) -> Mi
     if not all(math.isfinite(w) and w >= 0 for w in shares) or sum(shares) <= 0:
         raise KeelError(f"mixture weights are {list(shares)}: they must be 0 or more, and not all 0")
     return Mixture(tuple(tasks), shares)
+
+
+def mixture_of(tasks: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None) -> Mixture:
+    """The task `mixture`: a list of tasks, each written as in `task:`, drawn in proportion to `weights`."""
+    if not all("name" in entry for entry in tasks):
+        raise KeelError("mixture takes tasks as a list of entries with a name, such as {name: arithmetic, skill: add}")
+    return mixture([build_task(**entry) for entry in tasks], weights)

@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from keel.envs.tools import Tool
 
-FORMATS = ("json", "tags")
+Format = Literal["json", "tags"]
+FORMATS: tuple[str, ...] = get_args(Format)
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
 _MISTRAL_MARK = "[TOOL_CALLS]"

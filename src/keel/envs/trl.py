@@ -11,7 +11,6 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.imports import import_object
 from keel.base.types import Message, Problem, Reward
-from keel.envs.base import Task
 from keel.envs.calls import is_async
 from keel.envs.episode import run_sync
 from keel.envs.games import (
@@ -21,10 +20,11 @@ from keel.envs.games import (
     GivenTask,
     Messages,
     RandomStream,
-    SeededTask,
     imported,
+    seeded_task,
     users,
 )
+from keel.envs.registry import inner_task
 from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool, tool
 from keel.envs.with_tools import offer
@@ -128,7 +128,7 @@ class TrlEpisode(ToolEpisode, GameEpisode):
 
 def trl(
     factory: str,
-    task: Task | None = None,
+    task: Mapping[str, Any] | None = None,
     reward: str | None = None,
     format: str = "json",
     timeout_s: float | None = TIMEOUT_S,
@@ -137,19 +137,26 @@ def trl(
     player: str | None = None,
     success: float = 1.0,
 ) -> GameTask:
-    """Environments of `factory`, `module:attr`, or of one of a dict of factories, around the rows of `task`."""
+    """An environment_factory of TRL, or a dict of them, around the rows of `task`, written as in `task:`.
+
+    Without a task a problem is a seed of `random`. `reward` is a reward function of TRL, `module:attr`, beside the
+    environment's `get_reward`. `format`, `timeout_s`, `max_characters` and `at_once` are those of tools. `player(env,
+    observation)`, `module:attr`, gives the next turn of a demonstration. Rewards of at least `success` count as
+    correct.
+    """
+    inner = None if task is None else inner_task(f"trl:{factory}", task)
     made = import_object(factory, "task", callable_only=False)
     factories = dict(made) if isinstance(made, Mapping) else {None: made}
     judge = imported("reward", reward)
     for each in factories.values():
         _check_factory(factory, each, judge)
-    if isinstance(made, Mapping) and task is None:
+    if isinstance(made, Mapping) and inner is None:
         raise KeelError(f"trl:{factory} is a dict: give task.task, whose rows name one of its keys as `environment`")
     toolbox = Toolbox(lambda problem: (), format)
     limits = {"timeout_s": timeout_s, "max_characters": max_characters, "at_once": at_once}
 
     def game(problem: Problem) -> Game:
-        row = columns(problem, problem.prompt if task is not None else "")
+        row = columns(problem, problem.prompt if inner is not None else "")
         name = row.pop("environment", None) if isinstance(made, Mapping) else None
         if name not in factories:
             raise KeelError(
@@ -157,12 +164,9 @@ def trl(
             )
         return TrlGame(factories[name](), row, toolbox, limits, judge)
 
-    options = {"player": imported("player", player), "success": success, "kind": TrlEpisode}
-    if task is not None:
-        return GivenTask(task, f"trl:{factory}", game, **options)
-    seeded = SeededTask(f"trl:{factory}", game, **options)
-    seeded.check()
-    return seeded
+    if inner is None:
+        return seeded_task(f"trl:{factory}", game, player, None, success, TrlEpisode)
+    return GivenTask(inner, f"trl:{factory}", game, imported("player", player), success=success, kind=TrlEpisode)
 
 
 def columns(problem: Problem, prompt: str | Messages) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from keel.base.types import Problem, Reward
 from keel.envs.base import Task, TaskWrapper
 from keel.envs.episode import Episode
 from keel.envs.programs import need_sandbox, program_of
+from keel.envs.registry import inner_task
 from keel.envs.sandbox import Lost, Program, SandboxLimits, sandbox
 from keel.envs.tool_calls import FORMATS
 from keel.envs.toolbox import Toolbox, ToolEpisode
@@ -162,3 +163,8 @@ def with_tools(task: Task, tools: Sequence[Tool], format: str = "json") -> WithT
     if task.multi_turn:
         raise KeelError(f"task {task.name!r} is a multi-turn task: tools need a single-turn task")
     return WithTools(task, tuple(tools), format)
+
+
+def tools_around(task: Mapping[str, Any], tools: Sequence[Any], format: str = "json") -> WithTools:
+    """The task `tools`: another task, written as in `task:`, with tools (see `tools_of`)."""
+    return with_tools(inner_task("the task tools", task), tools_of(tools), format)

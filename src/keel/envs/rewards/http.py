@@ -27,10 +27,12 @@ def _is_score_pattern(pattern: Any) -> bool:
     return is_pattern(pattern) and re.compile(pattern).groups == 1
 
 
+def _is_path(score: Any) -> bool:
+    return re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", str(score)) is not None
+
+
 Url = Annotated[str, Range("http:// or https:// and a host", _names_a_host)]
-ScorePath = Annotated[
-    str, Range("a path such as score or results.0.value", lambda path: re.fullmatch(r"[^.\s]+(\.[^.\s]+)*", str(path)))
-]
+ScorePath = Annotated[str, Range("a path such as score or results.0.value", _is_path)]
 ScorePattern = Annotated[str, Range(f"{PATTERN} with one group, around the score", _is_score_pattern)]
 Template = Annotated[str, Range("a text with {completion}", lambda template: "{completion}" in str(template))]
 Seconds = Annotated[float, Field(gt=0)]

@@ -13,16 +13,19 @@ import threading
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import chess
 import chess.engine
+from pydantic import Field
 
-from keel.base.errors import KeelError, unknown
-from keel.recipes.chess.format import LINES, is_real
+from keel.base.errors import KeelError
+from keel.base.options import Options, PositiveFloat, PositiveInt
+from keel.base.validation import read_options
+from keel.recipes.chess.format import LINES
 from keel.recipes.chess.rules import board_of, legal_moves
 
 Lines = tuple[tuple[str, float], ...]  # moves with their evaluations in pawns, best first
@@ -97,18 +100,17 @@ def default_path() -> Path:
     return Path(base) / "keel" / "stockfish.sqlite"
 
 
-@dataclass(frozen=True)
-class StockfishOptions:
+class StockfishOptions(Options):
     """`task.engine`: `path` of the engine (default: `KEEL_STOCKFISH`, `stockfish` on PATH, or the usual paths), `nodes`
     and `timeout_s` per position, `hash_mb` per process, number of `workers` (default: one per core), and the file of
     the `cache`.
     """
 
     path: str | None = None
-    nodes: int = 20_000
-    hash_mb: int = 16
-    workers: int | None = None
-    timeout_s: float = 30.0
+    nodes: Annotated[PositiveInt, Field(ge=100)] = 20_000
+    hash_mb: PositiveInt = 16
+    workers: PositiveInt | None = None
+    timeout_s: PositiveFloat = 30.0
     cache: str | None = None
 
 
@@ -124,23 +126,7 @@ def engine_options(options: Mapping[str, Any] | StockfishOptions | None) -> Stoc
     """`task.engine`, checked."""
     if isinstance(options, StockfishOptions):
         return options
-    if options is not None and not isinstance(options, Mapping):
-        raise KeelError(f"task.engine is {options!r}: give a section such as {{nodes: 20000}}")
-    names = [f.name for f in fields(StockfishOptions)]
-    for name in options or {}:
-        if name not in names:
-            raise unknown("task.engine option", name, names)
-    parsed = StockfishOptions(**(options or {}))
-    for name, low in (("nodes", 100), ("hash_mb", 1), ("workers", 1)):
-        value = getattr(parsed, name)
-        if value is not None and (type(value) is not int or value < low):
-            raise KeelError(f"task.engine.{name} is {value!r}: it must be a whole number of at least {low}")
-    if not (is_real(parsed.timeout_s) and parsed.timeout_s > 0):
-        raise KeelError(f"task.engine.timeout_s is {parsed.timeout_s!r}: it must be a number of seconds above 0")
-    for name in ("path", "cache"):
-        if not isinstance(getattr(parsed, name), str | Path | None):
-            raise KeelError(f"task.engine.{name} is {getattr(parsed, name)!r}: it must be a file's name")
-    return parsed
+    return read_options(StockfishOptions, options or {}, "task.engine")
 
 
 def find_engine(path: str | None = None) -> str:
@@ -185,7 +171,7 @@ class EnginePool:
     unkept (results that could not be cached).
     """
 
-    def __init__(self, options: StockfishOptions = StockfishOptions()) -> None:
+    def __init__(self, options: StockfishOptions) -> None:
         self.options = options
         self.path = find_engine(options.path)
         self.cache = AnalysisCache(options.cache or default_path())

@@ -6,28 +6,32 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from keel.base.errors import KeelError, unknown
+from pydantic import Field
+
+from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs.mixture import Mixture, mixture
 from keel.envs.problems import HELD_OUT_FRACTION
 from keel.recipes.chess.format import (
     HISTORY,
+    PaddingName,
     StepResult,
     env_completion,
     env_prompt,
-    is_real,
     read_env,
     read_env_row,
     require_uci,
 )
 from keel.recipes.chess.policy import chess_policy
-from keel.recipes.chess.positions import Position, any_move, games_of
-from keel.recipes.chess.rewards import env_reward
-from keel.recipes.chess.rules import DRAWS, board_of, legal_moves, next_positions, step
-from keel.recipes.chess.task import ChessGrader, ChessRow, ChessTask, check_grading, part_means, problems_of
+from keel.recipes.chess.positions import Pieces, Position, any_move, games_of
+from keel.recipes.chess.rewards import Malformed, Parse, System, env_reward
+from keel.recipes.chess.rules import Draws, board_of, legal_moves, next_positions, step
+from keel.recipes.chess.task import ChessGrader, ChessRow, ChessTask, HeldOut, part_means, problems_of
 
+Illegal = Annotated[float, Field(ge=0, lt=1)]
+History = Annotated[int, Field(ge=1, le=HISTORY)]  # 1: only the move itself
 ENV_PARTS = ("parsed", "structure", "fen_exact", "fen_similarity", "fen_progress", "reward_value", "flags")
 
 
@@ -67,14 +71,14 @@ def env_problem(fen: str, move: str, before: Sequence[str], draws: str, key: str
 def chess_env(
     data: Mapping[str, Any] | None = None,
     plies: Sequence[int] | None = None,
-    pieces: int | None = None,
-    illegal: float = 0.05,
-    history: int = HISTORY,
-    draws: str = "claimed",
-    system: str = "graduated",
-    parse: str = "lenient",
-    malformed: float | None = None,
-    held_out: int | float = HELD_OUT_FRACTION,
+    pieces: Pieces = None,
+    illegal: Illegal = 0.05,
+    history: History = HISTORY,
+    draws: Draws = "claimed",
+    system: System = "graduated",
+    parse: Parse = "lenient",
+    malformed: Malformed = None,
+    held_out: HeldOut = HELD_OUT_FRACTION,
 ) -> ChessTask:
     """The task `chess_env`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
     position or from one of at most `pieces` pieces.
@@ -83,13 +87,7 @@ def chess_env(
     claimed or automatic (see `rules.step`), `system` graduated or binary, `parse` lenient or strict, `malformed` the
     reward of an unreadable answer, `held_out` the fraction of positions (with data: also of games) for evaluation.
     """
-    if not isinstance(history, int) or not 1 <= history <= HISTORY:
-        raise KeelError(f"chess history is {history!r}: it must be from 1 (only the move itself) to {HISTORY}")
-    if not (is_real(illegal) and 0 <= illegal < 1):
-        raise KeelError(f"chess illegal is {illegal!r}: it must be a fraction from 0 to below 1")
-    if draws not in DRAWS:
-        raise unknown("chess draws", draws, DRAWS)
-    grader = EnvGrader(check_grading(system, parse, malformed))
+    grader = EnvGrader({"system": system, "parse": parse, "malformed": malformed})
 
     def shown(moves: Sequence[str]) -> tuple[str, ...]:
         return tuple(moves[-(history - 1) :]) if history > 1 else ()
@@ -121,26 +119,24 @@ def _env_problem_of_row(record: ChessRow, shown: Callable[[Sequence[str]], Seque
 
 
 def chess(
-    environment: float = 0.2,
+    environment: Annotated[float, Field(ge=0, le=1)] = 0.2,
     data: Mapping[str, Any] | None = None,
     plies: Sequence[int] | None = None,
-    pieces: int | None = None,
-    padding: str = "source",
+    pieces: Pieces = None,
+    padding: PaddingName = "source",
     engine: Mapping[str, Any] | None = None,
-    illegal: float = 0.05,
-    history: int = HISTORY,
-    draws: str = "claimed",
-    system: str = "graduated",
-    parse: str = "lenient",
-    malformed: float | None = None,
-    held_out: int | float = HELD_OUT_FRACTION,
+    illegal: Illegal = 0.05,
+    history: History = HISTORY,
+    draws: Draws = "claimed",
+    system: System = "graduated",
+    parse: Parse = "lenient",
+    malformed: Malformed = None,
+    held_out: HeldOut = HELD_OUT_FRACTION,
 ) -> Mixture:
     """The task `chess`: `environment` is the fraction of A: problems, the others are P:.
 
     The other parameters are those of `chess_policy` and `chess_env`. In `data`, each of them reads its own rows.
     """
-    if not (is_real(environment) and 0 <= environment <= 1):
-        raise KeelError(f"chess environment is {environment!r}: it must be a fraction from 0 to 1")
     both: dict[str, Any] = {
         "data": data,
         "plies": plies,

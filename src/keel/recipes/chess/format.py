@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from keel.base.errors import KeelError, unknown
 
@@ -24,7 +25,6 @@ _SAN = re.compile(r"([KQRBN][a-h]?[1-8]?x?[a-h][1-8]|([a-h]x)?[a-h][1-8](=[QRBN]
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)", re.ASCII)
 LINES = 5  # moves in a P: row, or all legal moves if there are fewer
 HISTORY = 10  # moves in an A: row, the current one included
-PARSES = ("lenient", "strict")
 REWARDS = {0.001: "0.001", 1.0: "1.0", 0.5: "0.5", -1.0: "-1.0"}
 
 
@@ -79,11 +79,6 @@ def require_uci(move: str) -> str:
     raise KeelError(f"the move {move!r} is not in UCI notation{other}: write from and to, such as g1f3 or a7a8q")
 
 
-def is_real(value: object) -> bool:
-    """Whether an option's value is a finite number (not a boolean)."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def is_number(text: str) -> bool:
     """Whether a text is a decimal number of at most 12 characters, without an exponent."""
     return len(text) <= 12 and _NUMBER.fullmatch(text) is not None and math.isfinite(float(text))
@@ -99,11 +94,12 @@ class Padding:
 
 
 PADDINGS = {"source": Padding(), "none": Padding(0, 0, 0)}
+PaddingName = Literal["source", "none"]
 
 
 def padding_of(name: str) -> Padding:
     """The widths called `source` (90, 30 and 40) or `none` (one space after each field)."""
-    if not isinstance(name, str) or name not in PADDINGS:
+    if name not in PADDINGS:
         raise unknown("chess padding", name, PADDINGS)
     return PADDINGS[name]
 

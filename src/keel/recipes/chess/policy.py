@@ -6,9 +6,10 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import chess
+from pydantic import Field
 
 from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
@@ -23,6 +24,7 @@ from keel.recipes.chess.format import (
     PADDINGS,
     Analysis,
     Padding,
+    PaddingName,
     padding_of,
     policy_completion,
     policy_prompt,
@@ -30,14 +32,14 @@ from keel.recipes.chess.format import (
     read_policy_row,
     require_uci,
 )
-from keel.recipes.chess.positions import Position, games_of
-from keel.recipes.chess.rewards import malformed_value, policy_reward
+from keel.recipes.chess.positions import Pieces, Position, games_of
+from keel.recipes.chess.rewards import SYSTEMS, Malformed, Parse, System, policy_reward
 from keel.recipes.chess.rules import board_of, fen_of, identity, legal_moves, mating_moves
 from keel.recipes.chess.task import (
     ChessGrader,
     ChessRow,
     ChessTask,
-    check_grading,
+    HeldOut,
     mate_in_one,
     part_means,
     problems_of,
@@ -173,13 +175,13 @@ def policy_problem(fen: str, padding: Padding, key: str | None = None) -> Proble
 def chess_policy(
     data: Mapping[str, Any] | None = None,
     plies: Sequence[int] | None = None,
-    pieces: int | None = None,
-    padding: str = "source",
+    pieces: Pieces = None,
+    padding: PaddingName = "source",
     engine: Mapping[str, Any] | None = None,
-    system: str = "graduated",
-    parse: str = "lenient",
-    malformed: float | None = None,
-    held_out: int | float = HELD_OUT_FRACTION,
+    system: System = "graduated",
+    parse: Parse = "lenient",
+    malformed: Malformed = None,
+    held_out: HeldOut = HELD_OUT_FRACTION,
 ) -> ChessTask:
     """The task `chess_policy`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
     position or from one of at most `pieces` pieces.
@@ -187,7 +189,7 @@ def chess_policy(
     Labels are those of the data's P: rows, or else the engine's (`engine`: see `StockfishOptions`), which must be
     installed. `padding` is source (90, 30 and 40 characters) or none; the other parameters are those of `chess_env`.
     """
-    options = check_grading(system, parse, malformed)
+    options = {"system": system, "parse": parse, "malformed": malformed}
     widths, chosen = padding_of(padding), engine_options(engine)
 
     def ask(rng: random.Random, position: Position) -> Problem:
@@ -262,9 +264,9 @@ class PuzzleGrader(ChessGrader):
 def chess_puzzles(
     path: str | None = None,
     data: Mapping[str, Any] | None = None,
-    padding: str = "source",
-    malformed: float | None = None,
-    held_out: float = 1.0,
+    padding: PaddingName = "source",
+    malformed: Malformed = None,
+    held_out: Annotated[float, Field(gt=0, le=1)] = 1.0,
 ) -> ChessTask:
     """The task `chess_puzzles`: find the move. `path`, or `data.path`, is a file with columns FEN and Moves, where the
     first move is the opponent's and the second the solution.
@@ -274,12 +276,8 @@ def chess_puzzles(
     source = source_of(data)
     if (path is None) == (source.path is None):
         raise KeelError("chess_puzzles reads one file with columns FEN and Moves: give path, or data.path")
-    if not isinstance(path, str | None):
-        raise KeelError(f"chess_puzzles path is {path!r}: it must be a file's name")
-    if not isinstance(held_out, int | float) or isinstance(held_out, bool) or not 0 < held_out <= 1:
-        raise KeelError(f"chess_puzzles held_out is {held_out!r}: it must be a fraction above 0, 1 for all")
     widths = padding_of(padding)
-    grader = PuzzleGrader(widths, malformed_value("graduated", malformed))
+    grader = PuzzleGrader(widths, SYSTEMS["graduated"] if malformed is None else malformed)
     problems = _read_puzzles(source.model_copy(update={"path": path or source.path}), widths, float(held_out))
     return ChessTask(problems if problems.train else OnlyHeldOut(problems), grader, "chess_puzzles")
 

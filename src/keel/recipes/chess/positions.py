@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated
 
 import chess
+from pydantic import Field
 
 from keel.base.errors import KeelError
 from keel.recipes.chess.engine import EnginePool, Query
 from keel.recipes.chess.format import HISTORY, require_uci
 from keel.recipes.chess.rules import fen_of, identity
 
+Pieces = Annotated[int, Field(ge=3, le=12)] | None
 PLIES = (0, 80)
 PLIES_FEW = (0, 12)
 _MAX_GAMES = 1000
@@ -73,14 +76,11 @@ def few_pieces(rng: random.Random, count: int) -> chess.Board:
             return board
 
 
-def games_of(plies: Sequence[int] | None, pieces: int | None) -> Games:
+def games_of(plies: Sequence[int] | None, pieces: Pieces) -> Games:
     """The generator of a task's parameters `plies: [from, to]` and `pieces`, checked."""
-    if pieces is not None and not (isinstance(pieces, int) and 3 <= pieces <= 12):
-        raise KeelError(f"chess pieces is {pieces!r}: it must be from 3 to 12, or null for games from the start")
     if plies is None:
         return Games(PLIES if pieces is None else PLIES_FEW, pieces)
-    fine = isinstance(plies, Sequence) and len(plies) == 2 and all(isinstance(n, int) for n in plies)
-    if not fine or not 0 <= plies[0] <= plies[1]:
+    if len(plies) != 2 or not 0 <= plies[0] <= plies[1]:
         raise KeelError(f"chess plies is {plies!r}: it must be [from, to] with 0 <= from <= to")
     return Games((plies[0], plies[1]), pieces)
 

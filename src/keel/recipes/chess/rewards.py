@@ -6,14 +6,20 @@ the position (format alone, a copy of the prompt, one guess for all) earn little
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Annotated, Literal
 
-from keel.base.errors import KeelError, unknown
+from pydantic import Field
+
 from keel.base.types import Reward
-from keel.recipes.chess.format import LINES, EnvAnswer, PolicyAnswer, StepResult, is_real
+from keel.recipes.chess.format import LINES, EnvAnswer, PolicyAnswer, StepResult
 
-SYSTEMS = {"graduated": -0.3, "binary": -1.0}  # reward systems, with the reward of a malformed answer
+# The options of a reward. A malformed answer earns less than 0, so that it earns least.
+System = Literal["graduated", "binary"]
+Parse = Literal["lenient", "strict"]
+Malformed = Annotated[float, Field(lt=0)] | None
+SYSTEMS: Mapping[str, float] = {"graduated": -0.3, "binary": -1.0}  # the reward of a malformed answer
 # P: at most 1. Form is worth 0.01, legality 0.29, quality 0.7. The step from malformed (−0.3) to form alone is 0.31.
 POLICY_WORTH = {"structure": 0.01, "legal5": 0.19, "best_legal": 0.1, "top5": 0.2, "best": 0.3, "eval": 0.2}
 QUALITY = ("top5", "best", "eval")  # parts that need an engine
@@ -28,19 +34,6 @@ MOVE_SQUARES = 2  # minimum number of squares that a move changes
 _CLOSE = 1e-6
 
 Lines = Sequence[tuple[str, float]]  # moves with their evaluations in pawns, best first
-
-
-def malformed_value(system: str, malformed: float | None = None) -> float:
-    """The reward of a malformed answer: the system's, or the user's."""
-    if not isinstance(system, str) or system not in SYSTEMS:
-        raise unknown("chess reward system", system, SYSTEMS)
-    if malformed is None:
-        return SYSTEMS[system]
-    if not is_real(malformed) or malformed >= 0:
-        raise KeelError(
-            f"chess malformed is {malformed!r}: it must be a number below 0, so that malformed answers earn least"
-        )
-    return float(malformed)
 
 
 def fen_similarity(fen: str, other: str) -> float:
@@ -95,8 +88,8 @@ def policy_reward(
     else:
         parts |= content_parts(answer, lines) if readable else dict.fromkeys((*QUALITY, "content"), 0.0)
         parts["correct"] = parts["best"]
-    worst = malformed_value(system, malformed)
     if not readable or (system == "binary" and not answer.structure):
+        worst = SYSTEMS[system] if malformed is None else malformed
         return Reward(worst, parts | ({"correct": 0.0} if lines is not None else {}), parsed=readable)
     if system == "binary":
         return Reward(parts.get("best", 0.0), parts)
@@ -168,9 +161,8 @@ def env_reward(
         "flags": float(flags),
         "correct": float(fen == truth.fen and flags and answer.structure and value >= 1 - _CLOSE),
     }
-    worst = malformed_value(system, malformed)
     if not readable or (system == "binary" and not answer.structure):
-        return Reward(worst, parts, parsed=readable)
+        return Reward(SYSTEMS[system] if malformed is None else malformed, parts, parsed=readable)
     if system == "binary":
         return Reward(parts["correct"], parts)
     progress = parts["fen_progress"]

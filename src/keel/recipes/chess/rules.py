@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import chess
 
@@ -12,7 +13,7 @@ from keel.base.errors import KeelError, unknown
 from keel.recipes.chess.format import HISTORY, StepResult, fen_fault
 
 LEGAL, WIN, DRAW, ILLEGAL = 0.001, 1.0, 0.5, -1.0
-DRAWS = ("claimed", "automatic")
+Draws = Literal["claimed", "automatic"]
 _HOMES = {chess.E1, chess.A1, chess.H1, chess.E8, chess.A8, chess.H8}
 
 
@@ -89,8 +90,8 @@ def step(fen: str, move: str, history: Sequence[str] = (), draws: str = "claimed
     Checkmate has priority. Repetitions are counted within the prompt's moves (see `occurrences`), which are too few for
     a fifth one.
     """
-    if draws not in DRAWS:
-        raise unknown("chess draws", draws, DRAWS)
+    if draws not in get_args(Draws):
+        raise unknown("chess draws", draws, get_args(Draws))
     board = board_of(fen)
     if move not in legal_moves(fen):
         return MoveOutcome(StepResult(fen, ILLEGAL, False, True), "illegal")

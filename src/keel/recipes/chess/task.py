@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import chess
 import chess.svg
+from pydantic import Field
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.types import Group, Problem, Reward
 from keel.envs import Task, TaskWrapper
 from keel.envs.dataset import Dataset, NoGrader, data_name
@@ -27,12 +28,12 @@ from keel.envs.problems import (
     training_problems,
 )
 from keel.envs.rows import DataRow, convert_rows, read_rows
-from keel.recipes.chess.format import PARSES, Padding, is_uci, read_env, read_policy, require_uci
+from keel.recipes.chess.format import Padding, is_uci, read_env, read_policy, require_uci
 from keel.recipes.chess.positions import Games, Position
-from keel.recipes.chess.rewards import malformed_value
 from keel.recipes.chess.rules import board_of, identity, mating_moves
 
 TEXT = "text"
+HeldOut = Annotated[int | float, Field(gt=0)]
 Ask = Callable[["ChessRow"], Problem]
 
 
@@ -243,14 +244,6 @@ class ChessTask(TaskWrapper):
         return answer_picture(problem, text)
 
 
-def check_grading(system: str, parse: str, malformed: float | None) -> dict[str, Any]:
-    """Check the options of a reward; returns its keyword arguments."""
-    if parse not in PARSES:
-        raise unknown("chess parse", parse, PARSES)
-    malformed_value(system, malformed)
-    return {"system": system, "parse": parse, "malformed": malformed}
-
-
 def part_means(
     groups: Sequence[Group], names: Sequence[str], again: Callable[[Problem, str], Reward]
 ) -> dict[str, float]:
@@ -285,15 +278,10 @@ def problems_of(
     games: Games,
     ask: Callable[[random.Random, Position], Problem],
     ask_of: Callable[[ChessRow], Problem],
-    held_out: int | float,
+    held_out: HeldOut,
 ) -> Task:
     """A task's problems: from its data if given, otherwise from random games."""
-    if (
-        not isinstance(held_out, int | float)
-        or isinstance(held_out, bool)
-        or held_out <= 0
-        or (held_out >= 1 and held_out != int(held_out))
-    ):
+    if held_out >= 1 and held_out != int(held_out):
         raise KeelError(f"chess held_out is {held_out!r}: give a fraction below 1, or with data a number of positions")
     if data is not None and source_of(data).path is not None:
         if games != Games():

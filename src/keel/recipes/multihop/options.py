@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from keel.base.errors import KeelError, unknown
+from pydantic import Field
+
+from keel.base.errors import KeelError
+from keel.base.options import PositiveInt
 from keel.envs.dataset import data_name
 from keel.envs.layouts import source_of
 from keel.envs.problems import HELD_OUT_FRACTION
-from keel.envs.tool_calls import FORMATS
+from keel.envs.tool_calls import Format
 from keel.envs.tools import MAX_CHARACTERS, check_distinct
 from keel.envs.with_tools import tools_of
-from keel.recipes.multihop.retrieve import build_retriever
+from keel.recipes.multihop.retrieve import RetrieverName, build_retriever
 from keel.recipes.multihop.score import checked_weights
 from keel.recipes.multihop.source import QuestionSource, Worlds, check_size, rows_of
 from keel.recipes.multihop.task import Multihop
 
-ANSWER_STYLES = ("tags", "complete")
+AnswerStyle = Literal["tags", "complete"]
+ANSWER_STYLES: tuple[str, ...] = get_args(AnswerStyle)
 INSTRUCTIONS = {
     ("tags", "tags"): (
         "Look up documents with <retrieve> query </retrieve> , as often as you need . "
@@ -41,18 +45,18 @@ _THINK = {"tags": "<think> reasoning </think> ", "json": "<think>reasoning</thin
 
 def multihop(
     data: Mapping[str, Any] | None = None,
-    retriever: str = "lexical",
-    top_n: int = 2,
-    max_characters: int = MAX_CHARACTERS,
+    retriever: RetrieverName = "lexical",
+    top_n: PositiveInt = 2,
+    max_characters: PositiveInt = MAX_CHARACTERS,
     embedding: str | Callable[[list[str]], Any] | None = None,
-    tool_format: str = "tags",
-    answer_style: str = "tags",
+    tool_format: Format = "tags",
+    answer_style: AnswerStyle = "tags",
     think: bool = True,
     hops: int | Sequence[int] | None = None,
-    noise_rate: float = 1.0,
-    curriculum_steps: int = 0,
+    noise_rate: Annotated[float, Field(ge=0, le=1)] = 1.0,
+    curriculum_steps: Annotated[int, Field(ge=0)] = 0,
     documents: int | None = None,
-    weights: Mapping[str, float] | None = None,
+    weights: Mapping[str, Annotated[float, Field(ge=0)]] | None = None,
     hop_factor: bool = True,
     tools: Sequence[Any] = (),
     instruction: str | None = "auto",
@@ -65,14 +69,9 @@ def multihop(
     of keeping each distractor; longer chains are added over `curriculum_steps`. `tools` adds custom tools.
     `instruction: null` uses the bare question as the prompt.
     """
-    for option, value, choices in (
-        ("tool_format", tool_format, FORMATS),
-        ("answer_style", answer_style, ANSWER_STYLES),
-    ):
-        if value not in choices:
-            raise unknown(f"multihop {option}", value, choices)
-    _check_numbers(top_n, max_characters, noise_rate, curriculum_steps)
-    lengths = _hops(hops)
+    lengths = tuple(sorted({hops} if isinstance(hops, int) else set(hops or ())))
+    if min(lengths, default=1) < 1:
+        raise KeelError(f"multihop hops is {hops!r}: give numbers of supporting documents, such as [2, 3]")
     extra = tools_of(tools)
     check_distinct(["retrieve_documents", "complete", *(extra_tool.name for extra_tool in extra)])
     source, where = source_of(data), "worlds"
@@ -109,20 +108,3 @@ def multihop(
         notes=questions.notes,
         runs_user_code=bool(extra) or embedding is not None,
     )
-
-
-def _check_numbers(top_n: int, max_characters: int, noise_rate: float, curriculum_steps: int) -> None:
-    for option, value, what in (("top_n", top_n, "documents"), ("max_characters", max_characters, "characters")):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise KeelError(f"multihop {option} is {value!r}: give a whole number of {what}, 1 or more")
-    if isinstance(noise_rate, bool) or not isinstance(noise_rate, int | float) or not 0 <= noise_rate <= 1:
-        raise KeelError(f"multihop noise_rate is {noise_rate!r}: give a probability from 0 to 1")
-    if isinstance(curriculum_steps, bool) or not isinstance(curriculum_steps, int) or curriculum_steps < 0:
-        raise KeelError(f"multihop curriculum_steps is {curriculum_steps!r}: give a number of steps, or 0 for none")
-
-
-def _hops(hops: Any) -> tuple[int, ...]:
-    several = [] if hops is None else [hops] if isinstance(hops, int) else list(hops)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in several):
-        raise KeelError(f"multihop hops is {hops!r}: give numbers of supporting documents, such as [2, 3]")
-    return tuple(sorted(set(several)))

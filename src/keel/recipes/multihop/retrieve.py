@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError
 from keel.base.imports import import_object
 from keel.recipes.multihop.question import Document, Question
 from keel.recipes.multihop.score import normalise
 
-RETRIEVERS = ("golden", "lexical", "hybrid")
+RetrieverName = Literal["golden", "lexical", "hybrid"]
 RRF = 60  # the constant of reciprocal rank fusion, Cormack et al. 2009
 
 
@@ -89,10 +89,8 @@ class Hybrid:
         return [[x / norm for x in row] for row, norm in zip(rows, norms, strict=True)]
 
 
-def build_retriever(name: str, embedding: str | Callable[[list[str]], Any] | None) -> Retriever:
+def build_retriever(name: RetrieverName, embedding: str | Callable[[list[str]], Any] | None) -> Retriever:
     """The retriever called `name`; `hybrid` needs the user's `embedding`, `module:attr` of texts to vectors."""
-    if name not in RETRIEVERS:
-        raise unknown("multihop retriever", name, RETRIEVERS)
     if name != "hybrid" and embedding is not None:
         raise KeelError(
             f"multihop embedding has no effect with retriever={name}: set retriever=hybrid, or leave it out"
