@@ -16,8 +16,8 @@ from keel.doctor.draws import (
     tail_masses,
     uniform_p_value,
 )
-from keel.doctor.probes.explanations import Explanation, _agrees
-from keel.doctor.probes.noise import chance_aligned, chance_within
+from keel.doctor.probes.alternatives import Explanation, _agrees
+from keel.doctor.probes.sampler import chance_aligned, chance_within
 from keel.doctor.thresholds import load_thresholds
 from keel.rollout.sampling import SamplingParams
 

@@ -18,8 +18,7 @@ from keel.doctor import replies
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes import episodes
-from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, unfinished
-from keel.doctor.probes.rejudged import rejudged_findings
+from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, rejudged_findings, unfinished
 from keel.doctor.replayed import asked_of, replayed
 from keel.doctor.replies import (
     PLAYS,

@@ -16,8 +16,7 @@ from doctor.test_faults_scoring import FAULTS as OF_SCORING
 from doctor.test_travel import FAULTS as OF_TRAVEL
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
-from keel.doctor.probes.clip_range import clip_findings
-from keel.doctor.probes.limits import probe_limits
+from keel.doctor.probes.limits import clip_findings, probe_limits
 from keel.doctor.probes.objective import left_out, probe_objective
 from keel.doctor.probes.sampler import probe_sampler
 from keel.doctor.probes.update import probe_update

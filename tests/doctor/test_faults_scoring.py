@@ -19,7 +19,7 @@ from keel.doctor import gradient, scoring
 from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
-from keel.doctor.probes.noise import noise_findings
+from keel.doctor.probes.sampler import noise_findings
 from keel.doctor.scoring import measure_scoring
 from keel.doctor.thresholds import load_thresholds
 

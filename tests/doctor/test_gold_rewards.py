@@ -17,9 +17,15 @@ from keel.doctor import evidence
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.pairing import association
 from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
-from keel.doctor.probes.exploits import nearly_all
-from keel.doctor.probes.gold_rewards import _lacking, _whatever_is_said, gold_findings
-from keel.doctor.probes.judged_golds import JudgedGold, judged_golds
+from keel.doctor.probes.exploits import exploit_findings, nearly_all
+from keel.doctor.probes.gold_rewards import (
+    JudgedGold,
+    _lacking,
+    _whatever_is_said,
+    gold_findings,
+    judged_golds,
+    unpaid_golds,
+)
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs import Episode
@@ -98,7 +104,7 @@ def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
     setup = replace(built, built=replace(built.built, run=replace(built.run, task=task)))
     judged = [JudgedGold(Problem(str(i), "2 3", "3"), ("<ask/>", "3"), 0.0, 0.0, (0.0, 0.5)) for i in range(16)]
     with closing(built.run):
-        (found,) = gold_findings(setup, judged, load_thresholds())
+        (found,) = gold_findings(setup, judged, unpaid_golds(judged, load_thresholds()), load_thresholds())
     assert (found.code, found.severity) == named
 
 
@@ -190,7 +196,8 @@ def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkey
         object.__setattr__(setup.batch, "groups", ())  # problems of another task
         judged = judged_golds(setup)
         assert len(judged) == 18
-        assert not list(gold_findings(setup, judged, load_thresholds()))
+        assert not unpaid_golds(judged, load_thresholds())
+        assert not list(exploit_findings(setup, judged, load_thresholds()))
     finally:
         setup.run.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.doctor.probes.idle import idle_findings
+from keel.doctor.probes.exploits import idle_findings
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs import Episode

@@ -19,11 +19,11 @@ from keel.doctor.keel_subject import build_subject
 from keel.doctor.measure import Measure
 from keel.doctor.preflight import preflight
 from keel.doctor.probes import misfit
-from keel.doctor.probes.advantage import _amplified, amplification
 from keel.doctor.probes.controller import steered as steered_findings
-from keel.doctor.probes.evaluation import probe_evaluation
+from keel.doctor.probes.exploration import probe_evaluation
 from keel.doctor.probes.misfit import foreign_findings
 from keel.doctor.probes.model import _rows_alike, damaged_weights, unread
+from keel.doctor.probes.objective import _amplified, amplification
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
 from keel.envs.calls import TooManyHungCalls

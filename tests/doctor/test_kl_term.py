@@ -17,8 +17,7 @@ from keel.doctor.expected import (
     term_gradient,
 )
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes.kl_term import probe_kl_term
-from keel.doctor.probes.share import GradientNorms
+from keel.doctor.probes.kl_term import GradientNorms, probe_kl_term
 from keel.doctor.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact

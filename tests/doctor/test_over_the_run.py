@@ -10,9 +10,9 @@ import pytest
 from doctor.schooled import schooled_config
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.probes.advantage import probe_advantage
 from keel.doctor.probes.controller import over_the_run, steered
 from keel.doctor.probes.limits import probe_limits
+from keel.doctor.probes.objective import probe_advantage
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.reference import probe_reference
 from keel.doctor.probes.update import probe_update

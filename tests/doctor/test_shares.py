@@ -16,11 +16,10 @@ from keel.base.types import Problem, Reward
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
-from keel.doctor.probes.exploration import drawn_logits, entropy, probe_exploration
+from keel.doctor.probes.exploration import drawn_logits, entropy, mean_kl, policy_states, probe_exploration
 from keel.doctor.probes.limits import probe_limits
 from keel.doctor.probes.objective import probe_objective
 from keel.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
-from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.probes.update import moved, probe_update
 from keel.doctor.thresholds import load_thresholds
 from keel.kl import exact_kl

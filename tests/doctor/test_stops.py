@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.doctor.probes.truncation import parsed_without_stop
+from keel.doctor.probes.misfit import parsed_without_stop
 from keel.doctor.thresholds import load_thresholds
 from keel.rollout import SamplingParams
 

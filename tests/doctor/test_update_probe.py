@@ -11,8 +11,8 @@ import torch
 from doctor.schooled import schooled_config
 from keel.base.types import Reward
 from keel.doctor.keel_subject import KeelSubject, build_subject
-from keel.doctor.probes.advantage import amplification, group_spreads, probe_advantage, token_weights
-from keel.doctor.probes.truncation import probe_truncation
+from keel.doctor.probes.collection import probe_truncation
+from keel.doctor.probes.objective import amplification, group_spreads, probe_advantage, token_weights
 from keel.doctor.probes.update import loss_gradients, probe_update, scored, undone, with_signal
 from keel.doctor.thresholds import load_thresholds
 from keel.losses.reductions import get_reduction

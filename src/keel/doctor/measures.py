@@ -8,22 +8,19 @@ from typing import Any
 from keel.doctor.asking import measure_format
 from keel.doctor.loading import measure_loading
 from keel.doctor.measure import Measure
-from keel.doctor.probes.advantage import probe_advantage
 from keel.doctor.probes.balance import probe_balance
-from keel.doctor.probes.collection import probe_collection
-from keel.doctor.probes.evaluation import probe_evaluation
-from keel.doctor.probes.exploration import probe_exploration
+from keel.doctor.probes.collection import probe_collection, probe_truncation
+from keel.doctor.probes.exploration import probe_evaluation, probe_exploration
 from keel.doctor.probes.kl_term import probe_kl_term
 from keel.doctor.probes.limits import probe_limits
 from keel.doctor.probes.masks import probe_masks
 from keel.doctor.probes.model import probe_model
-from keel.doctor.probes.objective import probe_objective
+from keel.doctor.probes.objective import probe_advantage, probe_objective
 from keel.doctor.probes.prompts import probe_prompts
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.reference import probe_reference
 from keel.doctor.probes.sampler import probe_sampler
 from keel.doctor.probes.travel import probe_travel
-from keel.doctor.probes.truncation import probe_truncation
 from keel.doctor.probes.update import probe_update
 from keel.doctor.scoring import measure_scoring
 from keel.doctor.sync import measure_sync

@@ -20,14 +20,24 @@ from keel.doctor.evidence import (
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.pairing import alignment_findings
-from keel.doctor.probes.episodes import episode_findings
+from keel.doctor.probes.episodes import episode_findings, rejudged_findings
+from keel.doctor.probes.exploits import exploit_findings, idle_findings
 from keel.doctor.probes.gold_likelihood import golds, read_golds
-from keel.doctor.probes.gold_rewards import gold_findings
-from keel.doctor.probes.idle import idle_findings
-from keel.doctor.probes.judged_golds import JudgedGold, judged_golds, reward_scale, solved_at
-from keel.doctor.probes.misfit import foreign_findings, misfit_findings, random_findings, unpaid_findings
-from keel.doctor.probes.rejudged import rejudged_findings
-from keel.doctor.probes.truncation import parsed_without_stop
+from keel.doctor.probes.gold_rewards import (
+    JudgedGold,
+    gold_findings,
+    judged_golds,
+    reward_scale,
+    solved_at,
+    unpaid_golds,
+)
+from keel.doctor.probes.misfit import (
+    foreign_findings,
+    misfit_findings,
+    parsed_without_stop,
+    random_findings,
+    unpaid_findings,
+)
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 
@@ -55,7 +65,10 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
-    alignment, of_gold = [*alignment_findings(setup, thresholds)], [*gold_findings(setup, judged, thresholds)]
+    alignment, lacking = [*alignment_findings(setup, thresholds)], unpaid_golds(judged, thresholds)
+    of_gold = [
+        *(gold_findings(setup, judged, lacking, thresholds) if lacking else exploit_findings(setup, judged, thresholds))
+    ]
     unpaid = [*unpaid_findings(setup, earned, thresholds)]  # judgements are counted: gold answers come first
     findings = [
         *_failed(setup),
@@ -309,4 +322,54 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
         either("choose problems that the model solves now and then", "reward partial success", more),
         severity="warning" if in_doubt else None,
         share=flat,
+    )
+
+
+# ------------------------------------------------------------------------ length limits
+
+
+def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+    """Shares of the batch at the length limits. The collection probe reports truncated completions."""
+    limit, near = setup.config.rollout.max_completion_length, thresholds["near_limit_from"]
+    completions = [c for group in setup.groups for c in group.completions]
+    lengths = [len(c.tokens) for c in completions]
+    prompts = [len(group.prompt_tokens) for group in setup.groups]
+    longest_prompt = _prompt_limit(setup)
+    figures = {
+        "completions_cut": fmean(c.stop_reason == "length" for c in completions),
+        "completions_near_limit": fmean(length >= near * limit for length in lengths),
+        "prompts_cut": fmean("prompt_tokens_cut" in group.problem.info for group in setup.groups),
+        "prompts_near_limit": fmean(longest_prompt is not None and n >= near * longest_prompt for n in prompts),
+        "longest_prompt": float(max(prompts)),
+        "longest_completion": float(max(lengths)),
+    }
+    lines = (
+        f"completions: {figures['completions_cut']:.0%} cut at {limit} tokens, longest {max(lengths)}; prompts: "
+        f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
+        + (f" of {longest_prompt}" if longest_prompt is not None else ""),
+    )
+    return Outcome("truncation", tuple(_cut_prompts(figures, setup, thresholds)), figures, lines)
+
+
+def _prompt_limit(setup: KeelSubject) -> int | None:
+    """The largest prompt length: the option, or the context length minus a completion."""
+    if setup.config.data.max_prompt_length is not None:
+        return setup.config.data.max_prompt_length
+    context = setup.policy.context_length
+    return None if context is None else context - setup.config.rollout.max_completion_length
+
+
+def _cut_prompts(figures: dict[str, float], setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+    share = figures["prompts_cut"]
+    if share <= thresholds["truncated_prompts"]:
+        return
+    yield finding(
+        "prompt/truncated",
+        f"{share:.0%} of the prompts are cut to data.max_prompt_length={setup.config.data.max_prompt_length}",
+        f"prompts are longer than the limit and data.truncation={setup.config.data.truncation} cuts them",
+        either(
+            times(setup.config.to_dict(), "data.max_prompt_length", 2, "twice"),
+            "filter long problems out of the data",
+        ),
+        severity="error" if share > thresholds["truncated_prompts_error"] else "warning",
     )

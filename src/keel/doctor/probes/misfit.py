@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from keel.base.types import Group
@@ -16,7 +17,6 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.episodes import unfinished
 from keel.doctor.probes.gold_likelihood import gold_or_none
-from keel.doctor.probes.truncation import parsed_without_stop
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, plain_number
 
@@ -157,3 +157,27 @@ def _read(figures: Mapping[str, float]) -> str:
         f"gold answers have {figures['gold_share']:.2f} times the NLL of uniform guessing, the model's entropy is "
         f"{100 * figures['entropy_share']:.0f} % of uniform, and {100 * figures['parse_rate']:.0f} % of its texts parse"
     )
+
+
+def parsed_without_stop(setup: KeelSubject, thresholds: Thresholds) -> float | None:
+    """The parse rate of the batch when sampled without `rollout.stop`, if that fixes it.
+
+    None if few completions end at a stop text unparsed, or if the rate stays low without stop texts.
+    """
+    if "parsed without stop" not in setup.of_batch:
+        pairs = [pair for g in setup.groups for pair in zip(g.completions, g.rewards, strict=True)]
+        cut = fmean(completion.stop_reason == "stop" and not reward.parsed for completion, reward in pairs)
+        setup.of_batch["parsed without stop"] = (
+            _parsed(setup) if setup.sampling.stop and cut > thresholds["truncated_completions"] else None
+        )
+    parsed: float | None = setup.of_batch["parsed without stop"]
+    return parsed if parsed is not None and parsed >= thresholds["parse_rate_warning"] else None
+
+
+def _parsed(setup: KeelSubject) -> float | None:
+    if setup.built.judge.remote and setup.judgements_left < sum(len(group.completions) for group in setup.groups):
+        return None
+    problems, sampling = [group.problem for group in setup.groups], replace(setup.sampling, stop=())
+    again = setup.collect(problems, sampling=sampling, judged=True)
+    setup.built.judge.drain()
+    return fmean(reward.parsed for group in again for reward in group.rewards)

@@ -17,8 +17,7 @@ from torch import nn
 from keel.doctor.advice import either
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.exploration import entropy
-from keel.doctor.probes.states import mean_kl, policy_states
+from keel.doctor.probes.exploration import entropy, mean_kl, policy_states
 from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, one_digit, undone
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome

@@ -14,7 +14,7 @@ from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.modes import eval_mode, no_dropout
-from keel.doctor.probes.states import policy_states, reference_states
+from keel.doctor.probes.exploration import policy_states, reference_states
 from keel.doctor.thresholds import Thresholds
 from keel.kl import k3
 from keel.models.fingerprint import effective_weights

@@ -28,19 +28,19 @@ from keel.doctor.draws import (
     unfiltered,
     uniform_p_value,
 )
-from keel.doctor.evidence import log_mean_exp
-from keel.doctor.findings import Finding, finding
+from keel.doctor.evidence import SAME, log_mean_exp
+from keel.doctor.findings import Finding, Severity, finding
 from keel.doctor.gap import ROUNDING, average, closed, in_half_precision, largest, rounding_explains
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.alternatives import alternatives
 from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.doctor.probes.reported import Reports
-from keel.doctor.probes.texts import text_findings
 from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
-from keel.rollout.request import Request
+from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
+from keel.rollout.stops import StopStrings
 
 _TOKENS = 256  # drawn tokens that tell prompts apart
 _MORE_STEP = 2_000_003  # noise of its own
@@ -334,3 +334,82 @@ def other_prompt_finding(evidence: str) -> Finding:
         "the trainer scores completions after the prompt as it was",
         "give the model Request.tokens as they are: never decoded and encoded again, nothing cut, nothing added",
     )
+
+
+# ------------------------------------------------------------------------ text of the turns
+
+
+@dataclass(frozen=True)
+class OtherText:
+    """A turn whose text differs from its tokens. `convention`: only in special tokens or outer spaces."""
+
+    turn: Turn
+    expected: str
+    convention: bool
+
+
+def text_findings(setup: KeelSubject) -> Iterator[Finding]:
+    """The text of every turn must equal its tokens as Keel's own engines decode them.
+
+    If only special tokens or outer spaces differ, the rewards of both texts decide.
+    """
+    others = _others(setup)
+    if not others:
+        return
+    changed = [other for other in others if not other.convention]
+    first = (changed or others)[0]
+    if changed:
+        severity: Severity = "error"
+        shown = f"{len(changed)} of {len(setup.turns)} turns have another text than their tokens"
+        cause = "the engine returns text of other tokens: changed, cut, of another completion, or decoded otherwise"
+    else:
+        severity, judged = _worth(setup, others)
+        shown = f"{len(others)} of {len(setup.turns)} turns differ from their tokens by special tokens or outer spaces"
+        shown += judged
+        cause = "the engine decodes in another way than Keel: special tokens are left out, and nothing is stripped"
+    yield finding(
+        "output/text",
+        f"{shown}: {first.turn.completion.text[:60]!r} is judged where the tokens say {first.expected[:60]!r}",
+        cause,
+        "set Completion.text to tokenizer.decode(Completion.tokens, skip_special_tokens=True), cut at a stop string "
+        "where one ended it",
+        severity=severity,
+    )
+
+
+def _others(setup: KeelSubject) -> list[OtherText]:
+    stops = StopStrings(setup.policy.tokenizer)
+    others = []
+    for turn in setup.turns:
+        text, tokens = turn.completion.text, list(turn.completion.tokens)
+        expected = stops.decode(tokens)
+        cut = stops.cut(tokens, setup.sampling.stop) if turn.completion.stop_reason == "stop" else None
+        expected = expected if cut is None else cut
+        if text != expected:
+            whole = stops.decode(tokens, special=True)
+            alike = {expected.strip(), stops.decode(tokens).strip(), whole.strip()}
+            others.append(OtherText(turn, expected, text.strip() in alike))
+    return others
+
+
+def _worth(setup: KeelSubject, others: Sequence[OtherText]) -> tuple[Severity, str]:
+    """The effect of the difference: an error if the right texts earn another reward, otherwise a note."""
+    if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
+        return "warning", ""
+    expected = {id(other.turn): other.expected for other in others}
+    problems = {group.problem.key: group.problem for group in setup.groups}
+    episodes: dict[tuple[str, int], list[Turn]] = {}
+    for turn in setup.turns:
+        episodes.setdefault((turn.request.key, turn.sample), []).append(turn)
+    differing = 0
+    for (key, _), turns in episodes.items():
+        given = [turn.completion.text for turn in turns]
+        right = [expected.get(id(turn), turn.completion.text) for turn in turns]
+        if key in problems and given != right:
+            judged = [setup.built.judge.judge(problems[key], [texts]) for texts in (given, right)]
+            earned = [rewards[0].total for rewards in judged if rewards]
+            differing += len(earned) == 2 and abs(earned[0] - earned[1]) > SAME
+    setup.built.judge.drain()
+    if not differing:
+        return "note", ", and earn the same"
+    return "error", f", and {differing} of {len(episodes)} completions earn another reward for it"

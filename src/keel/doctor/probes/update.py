@@ -17,8 +17,8 @@ from keel.config import Config
 from keel.doctor.advice import warmed_up
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.probes.exploration import mean_kl, policy_states
 from keel.doctor.probes.start import token_kl
-from keel.doctor.probes.states import mean_kl, policy_states
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 from keel.doctor.weights import backup

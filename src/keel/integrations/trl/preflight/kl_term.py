@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.probes.balance import ADVISED_KL, PULLED_AT, Balance
-from keel.doctor.probes.share import GradientNorms
+from keel.doctor.probes.kl_term import GradientNorms
 from keel.doctor.subject import RELATIVE_NOISE
 from keel.doctor.verdict import Outcome
 from keel.integrations.trl.preflight.subject import TrlSubject, signs

@@ -9,7 +9,7 @@ from typing import Any
 from keel.doctor.draws import batch_draws, chance_of
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import largest
-from keel.doctor.probes.explanations import configured_finding, drawn_finding
+from keel.doctor.probes.alternatives import configured_finding, drawn_finding
 from keel.doctor.probes.reported import Reports, filtered_findings, reported_finding
 from keel.doctor.verdict import Outcome
 
