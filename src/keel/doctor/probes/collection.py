@@ -22,7 +22,6 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.pairing import alignment_findings
 from keel.doctor.probes.episodes import episode_findings, rejudged_findings
 from keel.doctor.probes.exploits import exploit_findings, idle_findings
-from keel.doctor.probes.gold_likelihood import golds, read_golds
 from keel.doctor.probes.gold_rewards import (
     JudgedGold,
     gold_findings,
@@ -38,6 +37,7 @@ from keel.doctor.probes.misfit import (
     random_findings,
     unpaid_findings,
 )
+from keel.doctor.probes.model import golds, read_golds
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
 

@@ -64,11 +64,6 @@ def _colored_masks(setup: KeelSubject) -> list[str]:
     return lines
 
 
-def is_blind(setup: KeelSubject, thresholds: Thresholds) -> bool:
-    """Whether the training pass ignores some tokens that it should attend to."""
-    return any(finding.code == "mask/attention" for finding in _blindness(setup, thresholds))
-
-
 def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
     """Change context tokens. Later log-probabilities must change in training's pass, too.
 

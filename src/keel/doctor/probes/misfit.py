@@ -16,7 +16,7 @@ from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.episodes import unfinished
-from keel.doctor.probes.gold_likelihood import gold_or_none
+from keel.doctor.probes.model import gold_or_none
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, plain_number
 

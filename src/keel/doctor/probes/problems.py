@@ -14,7 +14,7 @@ from keel.base.errors import KeelError, first_line
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.probes.gold_likelihood import gold_or_none
+from keel.doctor.probes.model import gold_or_none
 from keel.doctor.rendering import messages_of, rendered
 from keel.doctor.thresholds import Thresholds
 
