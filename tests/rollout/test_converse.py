@@ -125,8 +125,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_cache_bytes", [0, ROOM])
-@pytest.mark.parametrize("name", [*shapes.SHARED, *shapes.PLAIN])
+@pytest.mark.parametrize(
+    ("name", "kv_cache_bytes"),
+    [*((name, ROOM) for name in (*shapes.SHARED, *shapes.PLAIN)), ("llama", 0), ("gpt2", 0), (shapes.PLAIN[0], 0)],
+)
 def test_the_same_is_said_as_turn_by_turn(name: str, kv_cache_bytes: int) -> None:
     model = shapes.model(name)
     talk = talked(engine_of(model, kv_cache_bytes))

@@ -106,10 +106,13 @@ def test_a_test_that_did_not_run_fails_the_run(tmp_path: Path, how: str, test: s
     assert f"tests.test_it.{test}: {fault}" in printed
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize(
-    ("phase", "beside"),
-    [("test-vllm", "test-wheel"), ("test-all", "test-all"), ("soak", "test-verifiers")],
+    ("phase", "beside", "sent", "status"),
+    [
+        ("test-vllm", "test-wheel", signal.SIGTERM, 143),
+        ("test-all", "test-all", signal.SIGINT, 130),
+        ("soak", "test-verifiers", signal.SIGTERM, 143),
+    ],
 )
 def test_a_signal_leaves_nothing_running_and_says_where_it_was(
     tmp_path: Path, phase: str, beside: str, sent: signal.Signals, status: int
