@@ -35,13 +35,13 @@ from keel.base.errors import KeelError
 from keel.config import Config, load_config
 from keel.doctor.runs import read_run
 from keel.lab.compare import load_pair, measure_drift, resolve
-from keel.lab.compare.score import render, sample
+from keel.lab.compare.measure import render, sample
 from keel.lab.studies import read_study
-from keel.lab.studies.folder import jobs
+from keel.lab.studies.results import jobs
 from keel.lab.studies.run import run_study
 from keel.rollout import SamplingParams
 from keel.run.build import build_named_task, build_policy, build_run
-from keel.run.sft import run_sft as train_sft
+from keel.run.train import run_sft as train_sft
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 

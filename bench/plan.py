@@ -205,8 +205,8 @@ def one(name: str, job: Job) -> dict[str, Any]:
     import torch
 
     from keel.config import load_config
-    from keel.lab.plan.hardware import find_hardware
     from keel.lab.plan.plan import plan
+    from keel.lab.plan.shapes import find_hardware
 
     config = load_config({}, job.overrides())
     foretold = plan(config, find_hardware(), job.prompt_tokens)

@@ -130,7 +130,7 @@ def choose_problems(config: Config, start: Path) -> dict[str, Any]:
     from keel.envs.judge import Judge
     from keel.eval.evaluate import evaluate
     from keel.run.build import build_collector, build_named_task
-    from keel.run.tasks import drop_long_prompts
+    from keel.run.parts import drop_long_prompts
 
     began, task = time.perf_counter(), build_named_task(config.task, config)
     with closing(Evaluator(config, start, **{"rollout.max_batch": 1024})) as evaluator:

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from keel.lab.report.panels import KL_KINDS, PANELS
-from keel.lab.watch.follow import Watcher
-from keel.lab.watch.serve import served
-from keel.lab.watch.server import listen
+from keel.lab.watch.page import Watcher
+from keel.lab.watch.serve import listen, served
 from keel.loggers import JsonlLogger, RunDirectory
 
 METRICS = [metric for _, _, _, names in PANELS for metric, _ in names]

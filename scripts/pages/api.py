@@ -52,7 +52,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
             "keel.cli: main",
             "keel.cli.app: ANY_OPTION application bar print_json split",
             "keel.run.model_ref: resolve_model",
-            "keel.run.tasks: build_renderer",
+            "keel.run.parts: build_renderer",
             "keel.eval.statistics: wilson",
         ),
     ),

@@ -6,9 +6,9 @@ import csv
 from pathlib import Path
 
 from keel.lab.studies import read_study
+from keel.lab.studies.report import verdict
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
 from keel.lab.studies.table import PointSummary, summarise, table_md
-from keel.lab.studies.verdict import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STUDIES = ("beta", "estimators", "estimators_exact", "smollm2", "controllers", "references", "losses")

@@ -16,13 +16,12 @@ from keel.doctor.thresholds import check_thresholds
 from keel.envs import Task
 from keel.envs.base import check_is_task
 from keel.envs.options import SourceOptions
-from keel.lab.hooks import AT_END
 from keel.lab.notebook import Run
-from keel.run import sft
+from keel.lab.report import AT_END
 from keel.run.evaluate import Watch, run_evaluation
 from keel.run.model_ref import ModelRef, resolve_model
 from keel.run.result import RunOutcome
-from keel.run.train import run_training
+from keel.run.train import run_sft, run_training
 from keel.trainer.loop import Callback
 
 ConfigSource = Config | Mapping[str, Any] | str | Path
@@ -91,7 +90,7 @@ def _checked(config: ConfigSource, overrides: Sequence[str] = ()) -> Config:
 
 def supervise(config: ConfigSource) -> TrainResult:
     """`keel sft`: run only the SFT of the `warmstart` section, in its own run folder."""
-    return TrainResult(**vars(sft.run_sft(_checked(config), AT_END)))
+    return TrainResult(**vars(run_sft(_checked(config), AT_END)))
 
 
 def evaluate(

@@ -24,10 +24,10 @@ from keel.base.errors import KeelError
 from keel.base.redact import MASK, expand_env, masked, redact_text, secrets_in
 from keel.config import load_config
 from keel.config.checks import advice
-from keel.config.show import show_config
+from keel.config.text import show_config
 from keel.lab.report import write_report
-from keel.lab.studies.folder import _record
 from keel.lab.studies.grid import read_study
+from keel.lab.studies.results import _record
 from keel.loggers import RunDirectory, build_loggers
 from keel.loggers.options import LogOptions
 from keel.run.resume import check_same_run, write_config
@@ -269,7 +269,7 @@ def test_a_studys_labels_and_record_have_no_secrets(tmp_path: Path) -> None:
 
 def test_a_studys_processes_do_not_show_their_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command line can be read by every user of the machine."""
-    from keel.lab.studies import process as module
+    from keel.lab.studies import run as module
 
     started: list[tuple[list[str], dict[str, str]]] = []
 

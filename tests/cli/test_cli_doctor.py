@@ -13,7 +13,7 @@ import pytest
 
 from keel.cli import main
 from keel.doctor import Diagnosis, Finding
-from keel.lab.report.diagnosis import write_diagnosis
+from keel.lab.report.html import write_diagnosis
 from lab.report.synthetic import make_run
 
 FIELDS = {"code", "severity", "evidence", "cause", "advice", "options"}

@@ -16,7 +16,7 @@ from keel.config import Config, load_config, read_config, resolved
 from keel.config.checks import advice
 from keel.config.load import is_option
 from keel.config.peers import table
-from keel.config.show import show_config
+from keel.config.text import show_config
 from keel.kl import CONTROLLERS, controller_from_options
 from keel.kl.facts import FACTS
 from keel.losses import LOSSES

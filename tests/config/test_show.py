@@ -12,7 +12,7 @@ from pydantic import Field
 from keel.base.errors import KeelError
 from keel.base.options import Options, PositiveFloat, PositiveInt
 from keel.config import Config, load_config
-from keel.config.show import show_config
+from keel.config.text import show_config
 from keel.envs import Task
 from keel.envs.registry import build_task
 from keel.kl import BetaController, build_controller

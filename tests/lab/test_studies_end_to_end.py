@@ -20,11 +20,9 @@ import processes
 from keel.base.errors import KeelError
 from keel.config import load_config
 from keel.lab.studies import point, read_study
-from keel.lab.studies.folder import jobs, open_folder
-from keel.lab.studies.process import CONFIG, LocalPool, Process, open_pool
 from keel.lab.studies.report import write_study
-from keel.lab.studies.results import read_result
-from keel.lab.studies.run import run_study
+from keel.lab.studies.results import jobs, open_folder, read_result
+from keel.lab.studies.run import CONFIG, LocalPool, Process, open_pool, run_study
 from keel.lab.studies.table import points_csv
 from lab.studies.small_study import STUDY
 
@@ -73,7 +71,7 @@ def finished_study(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished") / "study"
     study = read_study(STUDY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keel.lab.studies.process.run_process", run_forked)
+        patch.setattr("keel.lab.studies.run.run_process", run_forked)
         return study, folder, finish(study, folder)
 
 
@@ -251,8 +249,8 @@ def test_a_run_that_starts_while_its_study_ends_is_killed_too(names, tmp_path, m
                 ready.wait(20)
             return running.wait()
 
-    monkeypatch.setattr("keel.lab.studies.process.run_process", starts)
-    monkeypatch.setattr("keel.lab.studies.process.GRACE_S", 0.3)
+    monkeypatch.setattr("keel.lab.studies.run.run_process", starts)
+    monkeypatch.setattr("keel.lab.studies.run.GRACE_S", 0.3)
     pool = LocalPool(len(names))
     futures = [pool.submit(Process((), tmp_path / name, 1)) for name in names]
     ready.wait(20)
@@ -279,7 +277,7 @@ def test_a_folder_that_holds_something_else_is_refused(finished_study, tmp_path)
 
 def test_a_guard_stops_one_point_and_another_fails(tmp_path, monkeypatch):
     """A budget that is spent at once, and a reward that breaks: both are in the table, the rest goes on."""
-    monkeypatch.setattr("keel.lab.studies.process.run_process", run_forked)
+    monkeypatch.setattr("keel.lab.studies.run.run_process", run_forked)
     grid = {
         "case": {
             "fine": {"kl.beta": 0.1},

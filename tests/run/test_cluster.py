@@ -22,8 +22,7 @@ from keel.cli import main
 from keel.rollout.vllm import PLACEHOLDER_URL
 from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
-from keel.run.cluster.samplers import serve_options
-from keel.run.cluster.train import server_overrides
+from keel.run.cluster.train import serve_options, server_overrides
 from keel.trainer.options import RayOptions
 from ranks import free_port
 from run.native_server import NativeBackend

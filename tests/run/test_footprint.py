@@ -12,16 +12,18 @@ from keel.base.world import World
 from keel.config import load_config
 from keel.models.sharding import local_tensor
 from keel.run.build import build_policy, build_run
-from keel.run.footprint import (
+from keel.run.layout import (
     DeviceLayout,
     ModelShape,
     Parameter,
     RunMemory,
+    choose_layout,
+    layouts,
     resident_bytes,
+    run_memory,
     shape_of,
     transient_bytes,
 )
-from keel.run.layout import choose_layout, layouts, run_memory
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from processes import spawn

@@ -20,7 +20,7 @@ from keel.envs.rewards import wrap
 from keel.models.tiny import tiny_tokenizer
 from keel.run.evaluate import run_evaluation
 from keel.run.model_ref import resolve_model
-from keel.run.tasks import build_named_task, without_long_prompts
+from keel.run.parts import build_named_task, without_long_prompts
 
 SETTINGS: dict[str, Any] = {
     "model.name": "trainer.small:small_model",

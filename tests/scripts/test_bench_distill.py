@@ -10,7 +10,7 @@ import torch
 
 import distill
 from keel.config import text
-from keel.lab.studies.folder import jobs
+from keel.lab.studies.results import jobs
 from keel.models.tiny import tiny_model
 from keel.run.train import run_training
 

@@ -11,22 +11,7 @@ import typer
 
 from keel.base.errors import KeelError
 from keel.base.watchdog import hard_exit, is_first_failure, process_count, process_rank
-from keel.cli import (
-    ablate,
-    check_task,
-    doctor,
-    eval,
-    export,
-    kl,
-    migrate,
-    report,
-    serve,
-    sft,
-    show,
-    train,
-    verify,
-    watch,
-)
+from keel.cli import ablate, check_task, doctor, eval, kl, migrate, runs, serve, train
 from keel.cli.app import app
 
 
@@ -75,21 +60,4 @@ def _rank() -> str:
     return f"rank {process_rank()} of {process_count()}: " if process_rank() > 0 else ""
 
 
-__all__ = [
-    "ablate",
-    "app",
-    "check_task",
-    "doctor",
-    "eval",
-    "export",
-    "kl",
-    "main",
-    "migrate",
-    "report",
-    "serve",
-    "sft",
-    "show",
-    "train",
-    "verify",
-    "watch",
-]
+__all__ = ["ablate", "app", "check_task", "doctor", "eval", "kl", "main", "migrate", "runs", "serve", "train"]

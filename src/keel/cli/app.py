@@ -156,7 +156,7 @@ PrintConfig = Annotated[
 
 def print_config_of(config: Any) -> int:
     """Print the resolved configuration with a description of each option."""
-    from keel.config.show import show_config
+    from keel.config.text import show_config
 
     typer.echo(show_config(config), nl=False)
     return 0

@@ -52,7 +52,7 @@ def check_task(
     from keel.envs.rewards import probe_rewards
     from keel.envs.validity import EXAMPLES, MAX_REMOTE, examples, prove
     from keel.models.load import load_tokenizer
-    from keel.run.tasks import build_judge, build_named_task, build_renderer
+    from keel.run.parts import build_judge, build_named_task, build_renderer
 
     task = build_named_task(config.task, config)
     configured = [part.name for part in config.rewards] != ["task"]

@@ -112,7 +112,7 @@ def doctor(
     from keel.doctor.display import show_diagnosis, verdict
 
     if html is not None:
-        from keel.lab.report.diagnosis import write_diagnosis
+        from keel.lab.report.html import write_diagnosis
 
         typer.echo(f"wrote {write_diagnosis(diagnosis, verdict(diagnosis, name), html)}", err=True)
     if as_json:

@@ -125,7 +125,7 @@ def eval(
         return 0
     from rich.console import Console
 
-    from keel.lab.report.evaluation import show_evaluation
+    from keel.lab.report.terminal import show_evaluation
 
     for note in data["notes"]:
         typer.echo(note)

@@ -1,4 +1,4 @@
-"""`keel train`."""
+"""`keel train` and `keel sft`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from keel.cli.app import ANY_OPTION, CONFIG_ARGS, PrintConfig, announce_loading,
 from keel.cli.launch import Nproc, On, launch, launch_on_ray
 from keel.lab.watch import PORT
 
-HELP = """Train a model: optional SFT warm start, GRPO with a KL term, evaluations, checkpoints and a report.
+TRAIN_HELP = """Train a model: optional SFT warm start, GRPO with a KL term, evaluations, checkpoints and a report.
 
 The default CONFIG trains a tiny model on arithmetic. Write options as key=value. Short names and option names of TRL,
 verl and OpenRLHF work too, also as flags; notes on stderr give their Keel names.
@@ -50,7 +50,7 @@ On several machines, use Ray or torchrun; see examples/slurm.sh.
 """
 
 
-@app.command(help=HELP, context_settings=ANY_OPTION)
+@app.command(help=TRAIN_HELP, context_settings=ANY_OPTION)
 def train(
     context: typer.Context,
     args: Annotated[list[str] | None, CONFIG_ARGS] = None,
@@ -108,7 +108,7 @@ def train(
     announce_loading()
     from keel import api
     from keel.base.world import is_main_process
-    from keel.lab.hooks import worst
+    from keel.lab.report import worst
     from keel.run.result import next_steps, result_line
 
     with _watched(config, watch_port) if watch and process_rank() == 0 else nullcontext():
@@ -162,3 +162,35 @@ def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resum
     if config.ray is not None and config.ray.samplers == 0:
         config = configuration(given, resume=resume, notes=False)
     return print_config_of(config) if print_config else launch_on_ray(on, arguments, config)
+
+
+SFT_HELP = """Run only the SFT of the warmstart section, on gold answers or on a JSONL file.
+
+Examples:
+
+  keel sft configs/default.yaml
+
+  keel sft configs/default.yaml warmstart.steps=500 warmstart.learning_rate=3e-4
+
+  keel sft configs/default.yaml --nproc 2
+"""
+
+
+@app.command(help=SFT_HELP, context_settings=ANY_OPTION)
+def sft(
+    context: typer.Context,
+    args: Annotated[list[str] | None, CONFIG_ARGS] = None,
+    print_config: PrintConfig = False,
+    nproc: Nproc = 1,
+) -> int:
+    config = configuration(args or [], notes=nproc == 1)
+    if config.warmstart is None:
+        raise KeelError("keel sft needs a warmstart section: set warmstart.steps=200, or add it to the configuration")
+    if print_config:
+        return print_config_of(config)
+    if nproc != 1:
+        return launch(context.obj, nproc, device=config.model.device)
+    announce_loading()
+    from keel import api
+
+    return int(api.supervise(config).exit_status)

@@ -3,7 +3,7 @@
 from keel.config.checks import kl_pairing, kl_terms
 from keel.config.load import load_config, read_config
 from keel.config.schema import Config, TaskOptions
-from keel.config.show import resolved
+from keel.config.text import resolved
 
 __all__ = [
     "Config",

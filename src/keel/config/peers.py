@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from keel.base import yaml_text as text
 from keel.base.errors import KeelError
-from keel.config import peer_batches, peer_kl, peer_parts, peer_values, text
-from keel.config.peer_kl import gradient
+from keel.config import peer_conversions, peer_values
+from keel.config.peer_conversions import gradient
 from keel.config.peer_values import (
     CONDITIONS,
     ESTIMATOR,
@@ -56,7 +57,7 @@ CONVERSIONS: Mapping[str, Convert] = {
     "betas": lambda given: given.to([given.first("adam_beta1", default=0.9), given.first("adam_beta2", default=0.999)]),
     "truncation": lambda given: given.to("drop" if given.get("data.filter_overlong_prompts") is True else given.value),
 }
-MODULES = (peer_values, peer_kl, peer_batches, peer_parts)
+MODULES = (peer_values, peer_conversions)
 
 
 @dataclass(frozen=True)

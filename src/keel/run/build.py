@@ -33,8 +33,18 @@ from keel.rollout.play import PlayCollector
 from keel.rollout.registry import build_engine
 from keel.rollout.render import fit
 from keel.run.layout import build_layout, sampler_options, shard_run
-from keel.run.references import check_task_teachers, check_teachers, reference_of, teacher_anchor, teacher_of
-from keel.run.tasks import RewardFunction, build_judge, build_named_task, build_renderer, without_long_prompts
+from keel.run.parts import (
+    RewardFunction,
+    build_judge,
+    build_named_task,
+    build_renderer,
+    check_task_teachers,
+    check_teachers,
+    reference_of,
+    teacher_anchor,
+    teacher_of,
+    without_long_prompts,
+)
 from keel.trainer.integrity import check_model
 from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard
 from keel.trainer.optim import Optimizer, Schedule, build_schedule, resolve_amp_dtype

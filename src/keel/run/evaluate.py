@@ -22,7 +22,7 @@ from keel.rollout.registry import build_engine
 from keel.run.build import build_collector
 from keel.run.environment import settings_of
 from keel.run.model_ref import ModelRef
-from keel.run.tasks import build_named_task, drop_long_prompts, reward_entries, without_long_prompts
+from keel.run.parts import build_named_task, drop_long_prompts, reward_entries, without_long_prompts
 from keel.trainer.memory import fewer_rows, memory_guard
 
 # Called with a label and the number of completions to sample; returns a callback for finished ones.

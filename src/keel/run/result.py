@@ -98,7 +98,7 @@ class EndHooks:
     """`findings` returns the findings for findings.json and summary.json; `report` then writes the report."""
 
     findings: Callable[[Path], list[dict[str, Any]]] | None = None
-    report: Callable[[Path], None] | None = None
+    report: Callable[[Path], object] | None = None
 
 
 NO_HOOKS = EndHooks()

@@ -15,8 +15,7 @@ from keel.base.files import read_json
 from keel.base.redact import masked, secrets_in
 from keel.base.yaml_text import load_plain
 from keel.config import Config, load_config
-from keel.config.show import plugin_defaults
-from keel.config.text import absolute_paths
+from keel.config.text import absolute_paths, plugin_defaults
 from keel.envs import Task
 from keel.loggers import RunDirectory
 from keel.reference import Reference

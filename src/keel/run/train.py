@@ -1,4 +1,4 @@
-"""A training run, from a checked configuration to a finished run directory; `keel.train` starts it."""
+"""A training run (`keel.train`) or SFT (`keel sft`), from a checked configuration to a finished run directory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from keel.envs.judge import Judge
 from keel.envs.rewards import build_rewards, probe_rewards
 from keel.loggers import Logger, MultiLogger, RunDirectory, build_loggers
 from keel.loggers.rundir import EVENTS
-from keel.models.loaded import LoadedModel
-from keel.reference import Reference
 from keel.run.build import (
     Built,
     build_policy,
@@ -33,8 +31,7 @@ from keel.run.build import (
 )
 from keel.run.environment import environment, settings_of
 from keel.run.evaluate import configured_tasks, entries, evaluate_entry
-from keel.run.layout import build_layout, shard_run
-from keel.run.references import reference_of
+from keel.run.parts import build_named_task, reward_entries
 from keel.run.result import NO_HOOKS, EndHooks, RunOutcome, resume_command
 from keel.run.resume import (
     ResumeEvent,
@@ -48,16 +45,23 @@ from keel.run.resume import (
     truncate_logs,
     write_config,
 )
-from keel.run.tasks import build_named_task, reward_entries
-from keel.run.warmstart import is_complete, warmstart, warmstart_folder
-from keel.trainer.checkpoint import clean, load_checkpoint, quarantine, saved_state, step_of
+from keel.run.warmstart import build_start, start_reference
+from keel.trainer.checkpoint import (
+    atomic_folder,
+    clean,
+    full_state_dict,
+    load_checkpoint,
+    quarantine,
+    save_manifest,
+    save_weights,
+    saved_state,
+    step_of,
+)
 from keel.trainer.guards import guard_findings
-from keel.trainer.integrity import find_damage
 from keel.trainer.loop import Callback, Interrupt, TrainingJob, interruptible, train_loop
 from keel.trainer.memory import OutOfMemory, Remedy
-from keel.trainer.optim import resolve_amp_dtype
 from keel.trainer.rollback import finish_rollback
-from keel.trainer.sft import DrawCount
+from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.step import train_step
 from keel.trainer.summary import reward_failures, summarise
@@ -119,7 +123,7 @@ def _train(
             loggers.event(event.kind, step=max(step, 0), message=event.message)
             if event.damaged is not None and world.is_main:
                 quarantine(event.damaged)
-        loaded = _policy(config, directory.path, checkpoint, loggers, task, interrupt, world)
+        loaded = build_start(config, directory.path, checkpoint, loggers, task, interrupt, world)
         built = build_run(config, loaded, task=task, reward=reward, world=world)
         at_exit.callback(built.run.close)
         for note in (*built.notes, *advice(config)):
@@ -158,7 +162,7 @@ def _prepare_resume(config: Config, directory: RunDirectory, resumed: bool, task
         return ResumeState(config)
     check_same_run(directory.path, config)
     finish_rollback(directory)
-    checkpoint, events = choose_checkpoint(directory, lambda: _start_reference(config, directory.path))
+    checkpoint, events = choose_checkpoint(directory, lambda: start_reference(config, directory.path))
     decay_before: int | None = None
     if checkpoint is not None:
         check_same_data(checkpoint, config, task)
@@ -275,65 +279,6 @@ def evaluator(
     return records
 
 
-def _policy(
-    config: Config,
-    folder: Path,
-    checkpoint: Path | None,
-    loggers: MultiLogger,
-    task: Task | None,
-    interrupt: Interrupt,
-    world: World = SINGLE_PROCESS,
-) -> LoadedModel:
-    """The policy: from the checkpoint, from the warm start (trained now if missing), or the named model."""
-    if checkpoint is not None:
-        return build_policy(config, checkpoint)
-    if config.warmstart is None:
-        return build_policy(config)
-    start = world.broadcast(warmstart_folder(folder, config))
-    complete, wrong = world.broadcast((is_complete(start), find_damage(start) if is_complete(start) else []))
-    if wrong:
-        message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is trained again"
-        loggers.event("checkpoint/damaged", step=0, message=message)
-    elif complete:
-        loggers.event("warmstart", step=0, message="loaded the warm start of this configuration")
-        return build_policy(config, start)
-    loaded, began = build_policy(config), time.monotonic()
-    steps = config.warmstart.steps
-    every = max(1, steps // 5)
-    role = "start" if config.reference.params.get("model") else "start and the reference"
-    begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the {role}"
-    loggers.event("warmstart", step=0, message=begin)
-
-    def report(step: int, line: Mapping[str, float]) -> None:
-        if interrupt.signal is not None:  # there is nothing to save yet
-            raise KeyboardInterrupt
-        loss = f"loss {line['loss/total']:.3f}"
-        if step % every == 0:
-            loggers.event("warmstart", step=0, message=f"SFT step {step}: {loss}")
-        loggers.progress("warm start", step, steps, loss)
-
-    layout, draws = build_layout(config, loaded, world), DrawCount()
-    if layout.sharded:
-        shard_run(layout, loaded, (), world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
-    started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
-    for note in draws.notes:
-        loggers.event("note", step=0, message=note)
-    spent = time.monotonic() - began
-    done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
-    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the {role}"
-    loggers.event("warmstart", step=0, message=message)
-    # Engine and reference are built from unsharded weights.
-    return build_policy(config, start) if layout.sharded else loaded
-
-
-def _start_reference(config: Config, folder: Path) -> Reference | None:
-    """The run's initial reference: of its warm start, or of the named model."""
-    start = None if config.warmstart is None else warmstart_folder(folder, config)
-    if start is not None and (not is_complete(start) or find_damage(start)):
-        return None
-    return reference_of(config, build_policy(config, start))
-
-
 def open_loggers(
     config: Config,
     directory: RunDirectory,
@@ -381,7 +326,7 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     try:
         with RunDirectory.create(folder) if world.is_main else RunDirectory.follow(folder) as directory:
             loggers = MultiLogger(Logger())  # writes no files
-            loaded = _policy(small, directory.path, None, loggers, task, Interrupt(), world)
+            loaded = build_start(small, directory.path, None, loggers, task, Interrupt(), world)
             built = build_run(small, loaded, task=task, reward=reward, world=world)
             with closing(built.run):
                 evaluator(small, built)
@@ -392,4 +337,75 @@ def _dry_run(config: Config, task: Task | None, reward: Callable[..., Any] | Non
     return RunOutcome({"dry_run": True, "metrics": step.metrics}, folder, 1)
 
 
-__all__ = ["RunOutcome", "run_training"]
+def run_sft(config: Config, at_end: EndHooks = NO_HOOKS) -> RunOutcome:
+    """Supervised fine-tuning by the `warmstart` section; saves the model in `checkpoints/step-N`."""
+    if config.run.if_exists == "resume":
+        raise KeelError("keel sft cannot resume a run: use run.if_exists=replace, or another run.name")
+    with (
+        open_world(config.model.device, settings=settings_of(config)) as world,
+        open_run(config, resume=False, world=world) as (directory, _),
+    ):
+        return _run_sft(config, directory, at_end, world)
+
+
+def _run_sft(config: Config, directory: RunDirectory, at_end: EndHooks, world: World) -> RunOutcome:
+    began = time.monotonic()
+    write_config(directory, config)
+    directory.write_json("env.json", environment())
+    loaded = build_policy(config)
+    draws = DrawCount()
+    start = build_warmstart(config, loaded, draws=draws)
+    steps = start.options.steps
+    loggers = open_loggers(config, directory, None, total_steps=steps, world=world)
+    with ExitStack() as at_exit:
+        at_exit.callback(loggers.close)
+        # SFT measures no KL, so no reference is built
+        built = build_run(load_config(config, ["kl.beta=0", "kl.measure_every=0"]), loaded, world=world)
+        at_exit.callback(built.run.close)
+        evaluate = evaluator(config, built)
+        before = evaluate()
+        for record in before:
+            loggers.evaluation(0, record)
+
+        def report(step: int, line: Mapping[str, float]) -> None:
+            loggers.step(step, line)
+
+        sft(loaded, *start, report, world)
+        built.run.engine.sync(loaded.model)
+        for note in draws.notes:
+            loggers.event("note", step=steps, message=note)
+        after = evaluate()
+        for record in after:
+            loggers.evaluation(steps, record)
+        checkpoint = _save_sft(directory.checkpoints / f"step-{steps}", config, loaded, world)
+        loggers.event("checkpoint", step=steps, path=str(checkpoint.relative_to(directory.path)))
+        state = State(
+            kl=built.run.controller.init(),
+            step=steps,
+            before=tuple(before),
+            evaluated=tuple(after),
+            wall_s=time.monotonic() - began,
+        )
+        summary: dict[str, Any] = summarise(built.run.task.name, state)
+        directory.write_json("findings.json", None)  # not judged
+        directory.write_json("summary.json", summary)
+        directory.sync()
+        if world.is_main:
+            write_run_report(directory.path, loggers, at_end)
+    return RunOutcome(summary, directory.path, steps)
+
+
+def _save_sft(target: Path, config: Config, loaded: Any, world: World) -> Path:
+    weights = full_state_dict(loaded.model, wanted=world.is_main)
+    if world.is_main:
+        _write_sft(target, config, loaded, weights)
+    world.barrier()
+    return target
+
+
+def _write_sft(target: Path, config: Config, loaded: Any, weights: Any) -> None:
+    card = f"# {config.run.name}\n\n`{config.model.name}` after supervised fine-tuning with Keel (`keel sft`).\n"
+    with atomic_folder(target) as temporary:
+        save_weights(temporary, loaded.model, loaded.tokenizer, weights)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        save_manifest(temporary)

@@ -26,14 +26,22 @@ import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
 from keel.base.world import SINGLE_PROCESS, World
+from keel.config import Config
 from keel.config.text import absolute_paths
+from keel.envs import Task
+from keel.loggers import MultiLogger
 from keel.models.fingerprint import fingerprint
 from keel.models.loaded import LoadedModel
-from keel.run.build import SftInputs
+from keel.reference import Reference
+from keel.run.build import SftInputs, build_policy, build_warmstart
 from keel.run.environment import package_versions
+from keel.run.layout import build_layout, shard_run
+from keel.run.parts import reference_of
 from keel.trainer.checkpoint import atomic_folder, full_state_dict, rng_state, save_weights
-from keel.trainer.integrity import WARMSTART, checksums, with_checksums
-from keel.trainer.sft import Report, sft
+from keel.trainer.integrity import WARMSTART, checksums, find_damage, with_checksums
+from keel.trainer.loop import Interrupt
+from keel.trainer.optim import resolve_amp_dtype
+from keel.trainer.sft import DrawCount, Report, sft
 
 CACHE_SWITCH = "KEEL_WARMSTART_CACHE"
 MAX_CACHE_BYTES = 2**30  # bytes of all entries; the least recently used is removed first
@@ -273,3 +281,62 @@ def warmstart(
             (temporary / WARMSTART).write_text(record, encoding="utf-8")
     world.barrier()
     return started
+
+
+def build_start(
+    config: Config,
+    folder: Path,
+    checkpoint: Path | None,
+    loggers: MultiLogger,
+    task: Task | None,
+    interrupt: Interrupt,
+    world: World = SINGLE_PROCESS,
+) -> LoadedModel:
+    """The policy: from the checkpoint, from the warm start (trained now if missing), or the named model."""
+    if checkpoint is not None:
+        return build_policy(config, checkpoint)
+    if config.warmstart is None:
+        return build_policy(config)
+    start = world.broadcast(warmstart_folder(folder, config))
+    complete, wrong = world.broadcast((is_complete(start), find_damage(start) if is_complete(start) else []))
+    if wrong:
+        message = f"the warm start {start.relative_to(folder)} is damaged: {wrong[0]}; it is trained again"
+        loggers.event("checkpoint/damaged", step=0, message=message)
+    elif complete:
+        loggers.event("warmstart", step=0, message="loaded the warm start of this configuration")
+        return build_policy(config, start)
+    loaded, began = build_policy(config), time.monotonic()
+    steps = config.warmstart.steps
+    every = max(1, steps // 5)
+    role = "start" if config.reference.params.get("model") else "start and the reference"
+    begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the {role}"
+    loggers.event("warmstart", step=0, message=begin)
+
+    def report(step: int, line: Mapping[str, float]) -> None:
+        if interrupt.signal is not None:  # there is nothing to save yet
+            raise KeyboardInterrupt
+        loss = f"loss {line['loss/total']:.3f}"
+        if step % every == 0:
+            loggers.event("warmstart", step=0, message=f"SFT step {step}: {loss}")
+        loggers.progress("warm start", step, steps, loss)
+
+    layout, draws = build_layout(config, loaded, world), DrawCount()
+    if layout.sharded:
+        shard_run(layout, loaded, (), world, resolve_amp_dtype(config.optim, loaded.dtype, loaded.device))
+    started = warmstart(start, loaded, lambda model: build_warmstart(config, model, task, draws), report, world)
+    for note in draws.notes:
+        loggers.event("note", step=0, message=note)
+    spent = time.monotonic() - began
+    done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
+    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the {role}"
+    loggers.event("warmstart", step=0, message=message)
+    # Engine and reference are built from unsharded weights.
+    return build_policy(config, start) if layout.sharded else loaded
+
+
+def start_reference(config: Config, folder: Path) -> Reference | None:
+    """The run's initial reference: of its warm start, or of the named model."""
+    start = None if config.warmstart is None else warmstart_folder(folder, config)
+    if start is not None and (not is_complete(start) or find_damage(start)):
+        return None
+    return reference_of(config, build_policy(config, start))

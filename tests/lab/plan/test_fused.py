@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from keel.lab.plan.fused import fuse_as_on_cuda
+from keel.lab.plan.shapes import fuse_as_on_cuda
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 1}
 TOKENS = 10

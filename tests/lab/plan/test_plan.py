@@ -16,9 +16,9 @@ from keel.base.types import Completion
 from keel.cli import main
 from keel.config import load_config
 from keel.lab.plan.dry_run import decoding_traits, rollout_passes
-from keel.lab.plan.hardware import KNOWN, Hardware, find_hardware
-from keel.lab.plan.measure import measure, obstacle
 from keel.lab.plan.plan import Plan, make_it_fit, plan
+from keel.lab.plan.shapes import KNOWN, Hardware, find_hardware
+from keel.lab.plan.show import measure, obstacle
 from keel.models.memory import LiveBytes
 from keel.models.tiny import tiny_tokenizer
 from keel.rollout import Engine, Request, SamplingParams
@@ -375,7 +375,7 @@ def test_a_long_step_is_timed_on_some_of_its_groups(monkeypatch):
         return Step(after, metrics | {"time/total_s": part.rollout.prompts_per_step}, rest)
 
     monkeypatch.setattr(NativeEngine, "generate", generated)
-    monkeypatch.setattr("keel.lab.plan.measure.train_step", timed)
+    monkeypatch.setattr("keel.lab.plan.show.train_step", timed)
     found = measure(config)
     assert (found.groups, found.of, found.seconds["step"]) == (4, 16, 4)  # 8 groups would take more than 5 s
     assert [len(lengths) for lengths in sampled] == [8, 8, 16, 16]

@@ -6,9 +6,8 @@ import pytest
 
 from keel.cli import main
 from keel.config import load_config
-from keel.lab.plan.hardware import find_hardware
-from keel.lab.plan.plan import plan
-from keel.lab.plan.ranks import fewest
+from keel.lab.plan.plan import fewest, plan
+from keel.lab.plan.shapes import find_hardware
 
 BASE = {
     "task": {"name": "arithmetic", "skill": "max"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keel.lab.compare import Side
-from keel.lab.studies.measure import SENTENCES, text_logprob
+from keel.lab.studies.point import SENTENCES, text_logprob
 from keel.models.load import load_model
 
 

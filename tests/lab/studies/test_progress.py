@@ -5,8 +5,8 @@ import json
 import pytest
 
 from keel.lab.studies import read_study
-from keel.lab.studies.folder import JobOutcome, jobs
 from keel.lab.studies.progress import LINE_S, Progress, last_step, supervised_lines
+from keel.lab.studies.results import JobOutcome, jobs
 from lab.studies.small_study import STUDY
 
 

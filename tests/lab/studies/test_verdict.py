@@ -8,9 +8,9 @@ import pytest
 
 from keel.eval.statistics import estimate, holm
 from keel.lab.studies.grid import Axis, Value
+from keel.lab.studies.report import verdict
 from keel.lab.studies.results import FIGURES, RunResult, SkillResult
 from keel.lab.studies.table import points_csv, summarise, table_csv
-from keel.lab.studies.verdict import verdict
 
 
 def row(point, seed, accuracy, forgotten=0.0, kl=0.1, reward=0.5, state="done", axis="kl.beta", **options):

@@ -13,8 +13,7 @@ import time
 import pytest
 
 from keel.base.errors import KeelError
-from keel.lab.watch.serve import serve_while
-from keel.lab.watch.server import listen
+from keel.lab.watch.serve import listen, serve_while
 from keel.loggers import JsonlLogger, RunDirectory
 
 pytestmark = pytest.mark.processes

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from chromium import browse, needs_chromium, tab
-from keel.lab.watch.follow import Watcher
-from keel.lab.watch.serve import served
-from keel.lab.watch.server import Handler, listen
+from keel.lab.watch.page import Watcher
+from keel.lab.watch.serve import Handler, listen, served
 from keel.loggers import JsonlLogger, RunDirectory
 from lab.report.synthetic import make_run
 from lab.report.test_report import VOID, Page

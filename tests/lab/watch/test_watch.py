@@ -19,10 +19,8 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.doctor.runs import read_run
 from keel.lab.report.html import page as report_page
-from keel.lab.watch.follow import RENDER_SHARE, FollowedRun, Watcher
-from keel.lab.watch.page import progress, seconds_left, why_ended
-from keel.lab.watch.serve import EVERY_PAGE_S, addresses, served, show_end, watch
-from keel.lab.watch.server import REFRESH_S, is_local, listen
+from keel.lab.watch.page import RENDER_SHARE, FollowedRun, Watcher, progress, seconds_left, why_ended
+from keel.lab.watch.serve import EVERY_PAGE_S, REFRESH_S, addresses, is_local, listen, served, show_end, watch
 from keel.loggers import JsonlLogger, RunDirectory
 from lab.report.synthetic import make_run
 from lab.report.test_report import ATTACK, Page

@@ -19,8 +19,8 @@ from transformers import TrainerCallback
 
 from keel.base.errors import KeelError
 from keel.integrations.sync import Sampler, SyncLedger, SyncResult, logger, merged_weights, stop_or_warn
-from keel.lab.traces.records import Trace, write_traces
 from keel.lab.traces.sampler import LEVEL, DrawnReport, check_drawn
+from keel.lab.traces.tokens import Trace, write_traces
 from keel.rollout.engine import StaleWeights
 
 

@@ -22,7 +22,7 @@ from keel.integrations.trl.records import messages_of
 from keel.integrations.trl.settings import TrlSettings, config_of
 from keel.integrations.versions import TRL
 from keel.kl import KLState
-from keel.lab.hooks import AT_END
+from keel.lab.report import AT_END
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger, RunExists
 from keel.models.adapters import is_lora

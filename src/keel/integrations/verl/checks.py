@@ -10,7 +10,7 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.integrations.sync import Sampler, SyncLedger, SyncResult, stop_or_warn
 from keel.integrations.versions import VERL
-from keel.lab.traces.records import Trace
+from keel.lab.traces.tokens import Trace
 
 NEEDED = ("prompts", "responses", "response_mask")
 FIELDS = (*NEEDED, "rollout_log_probs", "old_log_probs")  # verl's fields that a trace needs

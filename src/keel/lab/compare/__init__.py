@@ -9,8 +9,7 @@ from keel.lab.compare.measure import (
     TokenDrift,
     measure_drift,
 )
-from keel.lab.compare.sides import Side, load_pair
-from keel.lab.compare.sources import ModelSource, default_reference, read_prompts, resolve
+from keel.lab.compare.sides import ModelSource, Side, default_reference, load_pair, read_prompts, resolve
 
 __all__ = [
     "Direction",

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
-from keel.lab.plan.fused import VocabularyKernels
-from keel.lab.plan.hardware import Hardware
-from keel.lab.plan.shapes import CudaAutocast
+from keel.lab.plan.shapes import CudaAutocast, Hardware, VocabularyKernels
 from keel.models.chunked import default_chunk, simulate_kernels
 from keel.models.dtypes import DTYPES
 from keel.models.head import Head, body_of, causal_lm, evaluating

@@ -1,9 +1,13 @@
-"""The models of a run as meta tensors; weights are never read. `CudaAutocast` emulates CUDA autocast on them."""
+"""The planned device, and the models of a run on it as meta tensors; weights are never read."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -11,21 +15,141 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from keel.base.errors import KeelError, first_line
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.imports import import_object, is_import_path
 from keel.config import Config
-from keel.lab.plan.fused import fuse_as_on_cuda
-from keel.lab.plan.hardware import Hardware
 from keel.models.adapters import is_lora
 from keel.models.dropout import disable_dropout
 from keel.models.dtypes import DTYPES
+from keel.models.fuse import fused_kind
 from keel.models.head import causal_lm
 from keel.models.load import load_tokenizer
 from keel.models.loaded import LoadedModel
 from keel.models.lora import add_lora
+from keel.models.low_rank import lora_forward
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.tiny import tiny_config, tiny_tokenizer
-from keel.run.tasks import build_named_task, build_renderer
+from keel.run.parts import build_named_task, build_renderer
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device's memory in bytes; `workspace_bytes` are cuBLAS's workspaces of forward and backward passes."""
+
+    name: str
+    kind: str
+    memory_bytes: int
+    workspace_bytes: int = 0
+
+
+_HOPPER, _OTHERS = 2 * 32 * 2**20, 2 * 8519680  # bytes of torch's cuBLAS workspaces
+
+KNOWN: dict[str, Hardware] = {
+    "h200": Hardware("H200", "cuda", int(139 * GIB), _HOPPER),
+    "h100": Hardware("H100 80 GB", "cuda", int(79 * GIB), _HOPPER),
+    "a100": Hardware("A100 80 GB", "cuda", int(79 * GIB), _OTHERS),
+    "l40s": Hardware("L40S", "cuda", int(44 * GIB), _OTHERS),
+    "rtx4090": Hardware("RTX 4090", "cuda", int(23.5 * GIB), _OTHERS),
+}
+
+
+def find_hardware(name: str = "auto") -> Hardware:
+    """Hardware by name, or this machine (its GPU, else its CPU); `NAME:GIB` overrides the memory."""
+    name, colon, gib = name.partition(":")
+    if name == "auto":
+        hardware = _gpu() if torch.cuda.is_available() else _cpu()
+    elif name == "cpu":
+        hardware = _cpu()
+    elif name in KNOWN:
+        hardware = KNOWN[name]
+    else:
+        raise unknown("hardware", name, [*KNOWN, "cpu", "auto"])
+    return replace(hardware, memory_bytes=_memory_bytes(name, gib)) if colon else hardware
+
+
+def _memory_bytes(name: str, gib: str) -> int:
+    try:
+        memory = float(gib)
+    except ValueError:
+        memory = math.nan
+    if not 0 < memory < math.inf:
+        raise KeelError(f"--hardware {name}:{gib}: give the memory in GiB after the colon, such as {name}:24")
+    return int(memory * GIB)
+
+
+def _gpu() -> Hardware:
+    properties = torch.cuda.get_device_properties(0)
+    near = next((hw for key, hw in KNOWN.items() if key in properties.name.lower().replace(" ", "")), KNOWN["a100"])
+    return replace(near, name=properties.name, memory_bytes=int(properties.total_memory))
+
+
+def _cpu() -> Hardware:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 16 * GIB
+    return Hardware("this CPU", "cpu", memory)
+
+
+def fuse_as_on_cuda(model: nn.Module) -> None:
+    """Give norms, gated MLPs and LoRA layers in half precision the memory of their fused forms.
+
+    Layers in fp32 stay as they are: under autocast their fused forms keep about as much.
+    """
+    forwards = {"norm": _norm, "mlp": _mlp, "lora": lora_forward}
+    for module in model.modules():
+        forward = forwards.get(fused_kind(module) or "")
+        if forward is not None and next(module.parameters()).dtype in (torch.float16, torch.bfloat16):
+            module.forward = MethodType(forward, module)
+
+
+class VocabularyKernels:
+    """What the kernels of `keel.models.vocab_kernels` allocate."""
+
+    @staticmethod
+    def stats(*_: Any) -> None:
+        """Write into tensors that are given."""
+
+    @staticmethod
+    def gradient(logits: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> Tensor:
+        return logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    out: Tensor = _Norm.apply(x, self.weight)
+    return out
+
+
+def _mlp(self: Any, x: Tensor) -> Tensor:
+    down: Tensor = self.down_proj(_GatedSilu.apply(self.gate_proj(x), self.up_proj(x)))
+    return down
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps its input and a number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _, weight, _ = ctx.saved_tensors
+        return torch.empty_like(grad), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class _GatedSilu(torch.autograd.Function):
+    """Keeps its two inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(grad), torch.empty_like(grad)
+
 
 _SAMPLED_PROBLEMS = 16  # number of problems whose prompts are measured
 

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page."""
+"""The report and a diagnosis as self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ import json
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
+from keel.base.files import one_line_errors, write_atomic
+from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.findings import ranked
 from keel.doctor.runs import RunRecord
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, constants, svg, thin
 from keel.lab.report import samples, sections
 from keel.lab.report.panels import panels
-from keel.lab.report.verdict import labels, sentences
+from keel.lab.report.sections import finding_articles, table
+from keel.lab.report.verdict import SEVERITY_TONES, labels, sentences
 
 
-def page(runs: Sequence[RunRecord], details: Callable[[RunRecord], str] | None = None) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or of several runs in the same charts."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     shown, data = charts(runs)
@@ -27,8 +33,7 @@ def page(runs: Sequence[RunRecord], details: Callable[[RunRecord], str] | None =
     if len(runs) > 1:
         body.append(block("Options that differ", sections.differences(runs) or "<p class='muted'>None.</p>"))
     body.append(block("Findings", per_run(runs, sections.findings, opened=True)))
-    if details is not None:
-        body.append(block("What the doctor checked", per_run(runs, details, opened=False)))
+    body.append(block("What the doctor checked", per_run(runs, folded_details, opened=False)))
     body.append(block("Curves", shown))
     for heading, make in (
         ("Skills before and after", sections.retention_table),
@@ -178,3 +183,87 @@ def per_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], str], opened:
         f"<details{' open' if opened and index == 0 else ''}><summary>{escape(run.name)}</summary>{content}</details>"
         for index, (run, content) in enumerate(contents)
     )
+
+
+_TONES = {"confirmed": "bad", "ruled out": "good"}
+
+
+def write_page(out: Path, text: str) -> Path:
+    """Write a page atomically; its folder is created."""
+    with one_line_errors(f"cannot create {out.parent}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, text)
+    return out
+
+
+def write_diagnosis(diagnosis: Diagnosis, verdict: str, out: Path) -> Path:
+    """Write a diagnosis under its verdict as a separate page; returns its path."""
+    return write_page(out, document(verdict, summary(diagnosis, verdict)))
+
+
+def summary(diagnosis: Diagnosis, verdict: str) -> str:
+    """The verdict, the findings and the details."""
+    data = diagnosis.as_dict()
+    lines = [
+        (
+            "good" if diagnosis.healthy else SEVERITY_TONES[ranked(diagnosis.findings)[0].severity],
+            f"<b>{escape(verdict)}</b>",
+        )
+    ]
+    lines += [("warn", escape(line)) for line in diagnosis.raised_thresholds]
+    if diagnosis.sound:
+        lines.append(("good", f"tried and found sound: {escape(', '.join(diagnosis.sound))}"))
+    items = "".join(f"<li class='{tone}'>{line}</li>" for tone, line in lines)
+    articles = finding_articles(data["findings"])
+    findings = f"<section><h2>Findings</h2>{articles}</section>" if articles else ""
+    return (
+        "<header><p class='muted'>Keel doctor</p></header>"
+        f"<section class='verdict'><ul class='words'>{items}</ul></section>{findings}"
+        f"<section><h2>What was looked at</h2>{details(data, opened=True)}</section>"
+    )
+
+
+def folded_details(run: RunRecord) -> str:
+    """Hypotheses, unchecked items and the data read of a run; empty if it cannot be examined."""
+    from keel.doctor.examine import examine  # imported here because it is slow to load
+
+    try:
+        return details(examine(run.path).as_dict(), opened=False)
+    except Exception:  # a report must not fail because this part cannot be made
+        return ""
+
+
+def details(data: dict[str, Any], *, opened: bool) -> str:
+    """All parts except the findings, from `Diagnosis.as_dict()`."""
+    rows = [
+        (
+            f"{escape(row['name'])} {escape(row['title'])}",
+            f"<span class='pill {_TONES.get(row['verdict'], 'plain')}'>{escape(row['verdict'])}</span>",
+            escape(row["figure"]),
+            escape(row["interacts"]),
+            f"→ {escape(row['action'])}",
+        )
+        for row in data["hypotheses"]
+    ]
+    head = ("hypothesis", "verdict", "the figure that decides", "interacts with", "what to do next")
+    return "".join(
+        (
+            _folded("Hypotheses", table(head, rows), opened),
+            _folded(f"Could not be checked ({len(data['unchecked'])})", _items(data["unchecked"]), False),
+            _folded("What was read and measured", _lines(data["notes"]), opened),
+        )
+    )
+
+
+def _folded(heading: str, content: str, opened: bool) -> str:
+    if not content:
+        return ""
+    return f"<details{' open' * opened}><summary>{escape(heading)}</summary>{content}</details>"
+
+
+def _items(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""

@@ -367,7 +367,7 @@ _built: set[str] = set()
 
 def _check_tasks(key: str, config: Config) -> None:
     """Check each distinct task of the points once."""
-    from keel.run.tasks import build_named_task
+    from keel.run.parts import build_named_task
 
     if key not in _built:
         for _, spec in task_specs(config):

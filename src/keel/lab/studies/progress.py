@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from keel.lab.studies.folder import JobOutcome, StudyRun
+from keel.lab.studies.results import JobOutcome, StudyRun
 from keel.loggers.rundir import METRICS, SUMMARY
 
 Say = Callable[[str], None]

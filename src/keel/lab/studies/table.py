@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from keel.eval.statistics import Estimate, estimate, paired
-from keel.lab.studies.folder import DONE, STOPPED
-from keel.lab.studies.results import FIGURES, RunResult
+from keel.lab.studies.results import DONE, FIGURES, STOPPED, RunResult
 
 PERCENT = (
     "accuracy_before",

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 from keel.base.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from keel.lab.traces.records import Trace, read_traces, write_traces
     from keel.lab.traces.sampler import check_depth, check_drawn
-    from keel.lab.traces.tokens import check_tokens
+    from keel.lab.traces.tokens import Trace, check_tokens, read_traces, write_traces
 else:
-    __getattr__ = lazy_attributes(__name__, "records sampler tokens")
+    __getattr__ = lazy_attributes(__name__, "sampler tokens")
 
 __all__ = ["Trace", "check_depth", "check_drawn", "check_tokens", "read_traces", "write_traces"]

@@ -15,7 +15,7 @@ from keel.doctor.findings import Finding
 from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.kl import k3, log_ratio
 from keel.kl.depth import mean_by_depth, occupied_bins, positions
-from keel.lab.traces.records import Trace
+from keel.lab.traces.tokens import Trace
 
 LEVEL = 1e-4  # probability of a false alarm over all candidates
 MIN_GAP = 1e-9  # nats: a smaller gap cannot separate candidates
