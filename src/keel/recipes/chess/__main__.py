@@ -127,7 +127,7 @@ def _model(
     from keel.rollout import Request, SamplingParams
     from keel.rollout.registry import build_engine
     from keel.run.model_ref import resolve_model
-    from keel.run.tasks import build_renderer
+    from keel.run.parts import build_renderer
 
     widths = padding_of(padding)
     model_ref = resolve_model(source, overrides, checkpoint)
