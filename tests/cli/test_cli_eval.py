@@ -58,7 +58,7 @@ def test_what_keel_sft_leaves_is_evaluated_too(tmp_path: Path, capsys: Any) -> N
         record.pop("difference")
     assert [record.pop("baseline") for record in data["tasks"]] == lines_of(run, 0)
     assert data["tasks"] == lines_of(run, 2)
-    with pytest.raises(KeelError, match="saved no best checkpoint"):
+    with pytest.raises(KeelError, match="no best checkpoint"):
         resolve_model(f"{run}@best")
 
 
@@ -143,7 +143,7 @@ def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: P
     assert [path.name for path in saved_steps(run)] == ["step-0", "step-1", "step-2"]
     best = json.loads((run / "checkpoints/step-2/trainer/state.json").read_text())["state"]["best"]["step"]
     assert resolve_model(f"{run}@best").weights == run / "checkpoints" / f"step-{best}"
-    with pytest.raises(KeelError, match="no checkpoint of step 7: there are 0, 1, 2"):
+    with pytest.raises(KeelError, match="no checkpoint of step 7"):
         resolve_model(str(run), checkpoint="7")
     with pytest.raises(KeelError, match="warmstart"):
         resolve_model(f"{run}@begin")

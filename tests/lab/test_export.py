@@ -99,8 +99,8 @@ def test_an_adapter_alone_or_merged_into_whole_weights(lora_run: Path, tmp_path:
 def test_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (run, {"merged": True}, "full weights"),
-        (run, {"checkpoint": "9"}, "no checkpoint of step 9"),
-        (tmp_path, {}, "holds no model"),
+        (run, {"checkpoint": "9"}, "step 9"),
+        (tmp_path, {}, "adapter_config.json"),
         (tmp_path / "none", {}, "not found|no folder|does not exist"),
         (run / "checkpoints/step-2", {"checkpoint": "best"}, "needs the folder of a run"),
     ]

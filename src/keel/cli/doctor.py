@@ -159,7 +159,7 @@ def _preflight(
 
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
-    """Test the user's TRL trainer; its own output goes to stderr, so that --json prints only data."""
+    """Test the user's TRL trainer; output of its code goes to stderr, so that --json prints only data."""
     from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)

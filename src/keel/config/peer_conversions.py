@@ -213,7 +213,7 @@ def per_device(given: Given) -> Options:
 
 
 def generation_batch(given: Given) -> Options:
-    """All completions of a batch of rollouts."""
+    """TRL counts the completions of a batch of rollouts."""
     group = group_size(given.settings)
     completions = slices(given)[0] * int(given.first("per_device_train_batch_size", default=8))
     if completions % group:
@@ -291,19 +291,19 @@ def _batches(given: Given, name: str, value: Any) -> int:
 
 
 def in_batches(given: Given) -> Options:
-    """A number of steps under TRL's name."""
+    """Convert a number of TRL's steps to batches."""
     return given.to(_batches(given, given.name, given.value))
 
 
 def max_steps(given: Given) -> Options:
-    """TRL's -1 leaves the length to num_train_epochs."""
+    """The length of the run; with TRL's -1, num_train_epochs sets it."""
     value = given.value
     counted = isinstance(value, int | float) and not isinstance(value, bool) and value > 1 and value == int(value)
     return in_batches(given) if counted else given.to(value)
 
 
 def by_steps(given: Given) -> Options:
-    """A period that TRL reads only while its strategy is `steps`."""
+    """A period, which TRL reads only if its strategy is `steps`."""
     strategies = ("save_strategy",) if given.name == "save_steps" else ("eval_strategy", "evaluation_strategy")
     if given.value == -1:  # never, in OpenRLHF
         return given.to(0) if given.target == "eval.every" else {}
@@ -328,7 +328,7 @@ def save_strategy(given: Given) -> Options:
 
 
 def epochs(given: Given) -> Options:
-    """Read only if no number of steps is given."""
+    """Passes over the data, which a peer reads only if no number of steps is given."""
     total = given.first("trainer.total_training_steps", "max_steps", "run.max_steps")
     if total is None or total == -1:
         raise given.refused("Keel counts steps, not passes over the data; set run.max_steps by hand")

@@ -139,21 +139,21 @@ def _is_rewarded(given: Given) -> bool:
     return given.get(DISTILS) is not True or given.get(D + "use_task_rewards") is not False
 
 
-IN_PROCESS = "read if vLLM samples in the trainer's process; a server has flags of keel serve instead"
+IN_PROCESS = "read if vLLM samples in the trainer's process; for a server, use the flags of keel serve"
 # Conditions under which the other trainer reads an option: a test, and the default note.
 CONDITIONS: Mapping[str, tuple[Callable[[Given], bool], str]] = {
-    "given": (lambda given: given.value is not None, "null leaves Keel's"),
+    "given": (lambda given: given.value is not None, "null keeps Keel's default"),
     "not_zero": (lambda given: bool(given.value), ""),
     "positive": (is_positive, ""),
     "elsewhere": (lambda given: False, ""),  # set by the conversion of another option
-    "in_loss": (lambda given: given.get(IN_LOSS) is not False, "read while use_kl_loss is on"),
-    "in_reward": (lambda given: given.get(IN_REWARD) is not False, "read while use_kl_in_reward is on"),
-    "adaptive": (_is_adaptive, "read while algorithm.kl_ctrl.type is adaptive"),
-    "distilling": (lambda given: given.get(DISTILS) is True, f"read while {DISTILS} is true"),
+    "in_loss": (lambda given: given.get(IN_LOSS) is not False, "read if use_kl_loss is true"),
+    "in_reward": (lambda given: given.get(IN_REWARD) is not False, "read if use_kl_in_reward is true"),
+    "adaptive": (_is_adaptive, "read if algorithm.kl_ctrl.type is adaptive"),
+    "distilling": (lambda given: given.get(DISTILS) is True, f"read if {DISTILS} is true"),
     "rewarded": (_is_rewarded, ""),
     "synced": (lambda given: given.get("sync_ref_model") is not False, ""),
     "adapter": (_has_adapter, "read unless use_peft or use_lora is false or lora_rank 0"),
-    "ranked": (lambda given: bool(given.get(LORA_RANK)), "read with a lora_rank"),
+    "ranked": (lambda given: bool(given.get(LORA_RANK)), "read if lora_rank is above 0"),
     "sampling": (lambda given: given.samples, ""),
     "corrected": (lambda given: given.samples and given.get(CORRECTION) is not False, ""),
     "in_process": (lambda given: given.samples and not given.has_server, IN_PROCESS),
@@ -213,7 +213,7 @@ def vllm_url(given: Given) -> Options:
     if V + "url" in given.settings:
         return {}
     host = given.first("vllm_server_host", default="0.0.0.0")
-    at = "127.0.0.1" if host == "0.0.0.0" else host  # an address to listen on, which clients cannot use
+    at = "127.0.0.1" if host == "0.0.0.0" else host  # clients cannot connect to 0.0.0.0, a listening address
     port = given.first("vllm_server_port", default=8000)
     return {V + "url": given.first("vllm_server_base_url", default=f"http://{at}:{port}")}
 
@@ -259,7 +259,7 @@ def optimizer_offload(given: Given) -> Options:
 
 
 def datasets(given: Given) -> Options:
-    """Several paths as one text."""
+    """One path, or several in one string."""
     value = given.value
     paths = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
     return given.to(paths[0] if isinstance(paths, list) and len(paths) == 1 else paths)

@@ -132,7 +132,7 @@ def run_evaluation(
     """
     config = model_ref.config
     if not tasks and not model_ref.has_tasks:
-        raise KeelError(f"{model_ref.name} is a model, which names no task: name one, such as --task arithmetic")
+        raise KeelError(f"{model_ref.name} is a model without a task: name one, such as --task arithmetic")
     chosen = _named_tasks(model_ref, tasks, data) if tasks else configured_tasks(config)
     with open_world(config.model.device, settings=settings_of(config)) as world:
         after = _evaluated(model_ref, config, chosen, seed, watch, world)

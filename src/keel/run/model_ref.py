@@ -57,7 +57,7 @@ def resolve_model(source: str, overrides: Sequence[str] = (), checkpoint: str | 
     if is_run(path):
         return _of_run(path, overrides, checkpoint)
     if checkpoint is not None:
-        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
+        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, which {source} is not: leave it out")
     home = path.resolve().parent.parent
     if path.is_dir() and path.resolve().parent.name == "checkpoints" and is_run(home):
         return ModelRef(str(path), load_config(home / "config.yaml", overrides), path)
@@ -96,14 +96,12 @@ def checkpoint_of(run: Path, which: str | None = None) -> Path:
             _undamaged(newest, run, saved)
         best = ((record or {}).get("state") or {}).get("best")
         if not best or int(best["step"]) not in saved:
-            raise KeelError(f"{run} saved no best checkpoint: name a step instead, of {steps}")
+            raise KeelError(f"{run} has no best checkpoint: name one of the steps {steps}")
         return _undamaged(saved[int(best["step"])], run, saved)
     if not which.isdigit():
-        raise KeelError(
-            f"there is no checkpoint {which!r} of {run}: use a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}"
-        )
+        raise KeelError(f"{run} has no checkpoint {which!r}: use a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}")
     if int(which) not in saved:
-        raise KeelError(f"{run} has no checkpoint of step {which}: there are {steps}")
+        raise KeelError(f"{run} has no checkpoint of step {which}: choose one of {steps}")
     return _undamaged(saved[int(which)], run, saved)
 
 
@@ -130,11 +128,11 @@ def model_folder(source: str, checkpoint: str | None = None) -> Path:
     if is_run(path):
         return checkpoint_of(path, checkpoint)
     if checkpoint is not None:
-        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, and {source} is none: leave it out")
+        raise KeelError(f"--checkpoint {checkpoint} needs the folder of a run, which {source} is not: leave it out")
     if not path.is_dir():
-        raise KeelError(f"there is no folder {source}: give a run, or a folder that holds a model")
+        raise KeelError(f"there is no folder {source}: give a run, or a folder with a model")
     if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise KeelError(f"{source} holds no model: it has neither config.json nor adapter_config.json")
+        raise KeelError(f"{source} contains no model: it has neither config.json nor adapter_config.json")
     check_model(path)
     return path
 

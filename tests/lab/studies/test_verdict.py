@@ -84,7 +84,7 @@ def test_nothing_is_claimed_of_noise():
     ]
     texts = texts_of(rows, "a=1")
     assert texts[0].startswith("No winner in accuracy")
-    assert all("none beyond chance" in text for text in texts if "the start" in text)
+    assert all("none significant" in text for text in texts if "the start" in text)
     assert "Against a=1, none of 2 points differs significantly in accuracy (paired over seeds, Holm)." in texts
     assert all("is not significantly correlated with" in text for text in texts if "Spearman" in text)
 
@@ -258,7 +258,7 @@ def test_skills_share_one_correction():
     said = against_start(rows)
     for skill in ("copy", "max"):
         assert said[skill][0] == "bad"
-        assert "none beyond chance: -13.0 ± " in said[skill][1]
+        assert "none significant: -13.0 ± " in said[skill][1]
 
 
 @pytest.mark.parametrize("seeds", [1, 2])

@@ -98,7 +98,7 @@ def test_the_page_says_that_its_server_has_ended(tmp_path, monkeypatch):
     run, listener = make_run(tmp_path / "run", total=5), listen(0)
     with served(Watcher([run], Clock()), listener):
         dom = browse(f"http://127.0.0.1:{listener.getsockname()[1]}/", tmp_path / "profile", "--dump-dom")
-    assert "No longer live: the server has ended, or the tunnel to it is closed" in Dom(dom).text
+    assert "No longer live: " in Dom(dom).text
     assert "step 5 of 5" in Dom(dom).text
 
 

@@ -207,7 +207,7 @@ class Direction:
         return any(token.log_ratio for token in self.tokens)
 
     def common_positions(self) -> list[PositionDrift]:
-        """Positions that at least a tenth of the completions (and at least two) reach; later means are too noisy."""
+        """Positions that at least a tenth of the completions (and at least two) reach; later ones are too noisy."""
         return [p for p in self.positions if p.count >= max(2, self.completions / 10)]
 
 

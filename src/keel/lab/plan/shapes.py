@@ -91,9 +91,9 @@ def _cpu() -> Hardware:
 
 
 def fuse_as_on_cuda(model: nn.Module) -> None:
-    """Give norms, gated MLPs and LoRA layers in half precision the memory of their fused forms.
+    """Make norms, gated MLPs and LoRA layers in half precision save what their fused forms save for the backward pass.
 
-    Layers in fp32 stay as they are: under autocast their fused forms keep about as much.
+    Layers in fp32 are unchanged: under autocast their fused forms save about as much.
     """
     forwards = {"norm": _norm, "mlp": _mlp, "lora": lora_forward}
     for module in model.modules():
@@ -103,11 +103,11 @@ def fuse_as_on_cuda(model: nn.Module) -> None:
 
 
 class VocabularyKernels:
-    """What the kernels of `keel.models.vocab_kernels` allocate."""
+    """Allocate what the kernels of `keel.models.vocab_kernels` allocate."""
 
     @staticmethod
     def stats(*_: Any) -> None:
-        """Write into tensors that are given."""
+        """Allocate nothing: the kernel writes into given tensors."""
 
     @staticmethod
     def gradient(logits: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> Tensor:
@@ -125,7 +125,7 @@ def _mlp(self: Any, x: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
-    """Keeps its input and a number a row."""
+    """Save the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _GatedSilu(torch.autograd.Function):
-    """Keeps its two inputs."""
+    """Save both inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

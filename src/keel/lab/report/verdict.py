@@ -143,12 +143,12 @@ def _accuracy_sentence(run: RunRecord) -> Sentence:
         return "warn", f"{task}: {after} on held-out problems, unchanged{ci(trained.ci_after)}."
     text = f"{task}: {before} → {after} on held-out problems ({change:+.1f} points"
     if trained.overlap is None:
-        return "plain", f"{text}; no intervals, so the change may be chance)."
+        return "plain", f"{text}; no intervals, so its significance is unknown)."
     text += f"; 95 % intervals {span(trained.ci_before)} → {span(trained.ci_after)})"
     if trained.overlap:
-        return "warn", f"{text}. The intervals overlap: the change may be chance."
-    tone, direction = ("good", "a gain") if change > 0 else ("bad", "a loss")
-    return tone, f"{text}. The intervals do not overlap: {direction} beyond chance."
+        return "warn", f"{text}. The intervals overlap: the change is not significant."
+    tone, direction = ("good", "gain") if change > 0 else ("bad", "loss")
+    return tone, f"{text}. The intervals do not overlap: a significant {direction}."
 
 
 def _kl_sentence(run: RunRecord) -> Sentence:

@@ -117,11 +117,11 @@ class Progress:
         self._watched[label] = watched
 
     def finish_warmstart(self, folder: Path) -> None:
-        """A warm start's process has ended."""
+        """Record that a warm start's process has ended."""
         self._watched.pop(str(folder), None)
 
     def finish(self, label: str, outcome: JobOutcome) -> None:
-        """A run has ended, or cannot start."""
+        """Record that a run has ended or cannot start."""
         self._finished.add(label)
         ended = self._watched.pop(label, None)
         if ended is not None:  # a run stopped by a guard has no remaining steps

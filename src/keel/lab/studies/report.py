@@ -140,7 +140,7 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
         significant = _significant(figure, changes, p_values) if tested else {}
         better, worse = ([text for label, text in significant.items() if s * changes[label].mean > 0] for s in (1, -1))
         parts = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
-        nothing = "none beyond chance" if tested else "too few seeds to test"
+        nothing = "none significant" if tested else "too few seeds to test"
         result = "; ".join(parts) or f"{nothing}: {' to '.join(ends)}"
         harmed = len(worse) == len(changes) or changes[most].mean < 0
         tone = "bad" if harmed else "warn" if worse else "good" if better and figure == "accuracy_change" else "plain"

@@ -19,7 +19,7 @@ from keel.lab.traces.tokens import Trace
 
 LEVEL = 1e-4  # probability of a false alarm over all candidates
 MIN_GAP = 1e-9  # nats: a smaller gap cannot separate candidates
-MAX_GAP = 1e4  # nats per completion: a completion that a candidate cannot sample has a log-probability of −∞
+MAX_GAP = 1e4  # nats per completion: the log-probability is −∞ if a candidate cannot sample the completion
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@
     live.classList.toggle("lost", Boolean(lost));
   };
   const sayAge = () => {
-    if (final) say("Training has ended, and with it the server: this page stays as it is.");
+    if (final) say("Training has ended and the server has stopped: this page is final.");
     else if (changed !== null) say("Live · last change " + ago(Date.now() - changed) + " ago");
   };
   const folds = (place) => { // each under its title and its number among those of one title
@@ -67,7 +67,7 @@
       } catch (error) {
         wait = 2 * refresh;
         const reason = error instanceof TypeError ? "the server has ended, or the tunnel to it is closed" : error.message;
-        say("No longer live: " + reason + ". Asking again every " + ago(wait) + ".", true);
+        say("No longer live: " + reason + ". Retrying every " + ago(wait) + ".", true);
       }
       asking = false;
     }
