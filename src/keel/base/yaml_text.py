@@ -48,14 +48,9 @@ def parse(text: str, where: str) -> Any:
         raise KeelError(f"{where} is not YAML{line}: {' '.join(str(problem).split())}") from None
 
 
-def load_plain(text: str | bytes) -> Any:
-    """`yaml.safe_load`, with libyaml if PyYAML has it."""
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 def load_package_yaml(package: str, name: str) -> Any:
-    """Load a YAML file of a package."""
-    return load_plain(files(package).joinpath(name).read_text("utf-8"))
+    """Load a YAML file of a package, with libyaml if PyYAML has it. Only for these: deep nesting crashes libyaml."""
+    return yaml.load(files(package).joinpath(name).read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def dump(value: Any) -> str:

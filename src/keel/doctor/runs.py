@@ -12,7 +12,6 @@ from keel.base.errors import KeelError
 from keel.base.files import check_depth, parse_json
 from keel.base.lock import is_locked
 from keel.base.redact import masked, redact_data, redact_text, register_secrets
-from keel.base.yaml_text import load_plain
 from keel.doctor.lines import GrowingLines, Record
 from keel.doctor.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
@@ -220,7 +219,7 @@ def _yaml(text: str | None, notes: list[str]) -> Record:
     import yaml
 
     try:
-        return _mapping(check_depth(load_plain(text)))
+        return _mapping(check_depth(yaml.safe_load(text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         notes.append(f"{rundir.CONFIG} is not YAML")
         return {}

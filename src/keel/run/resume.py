@@ -13,7 +13,6 @@ import yaml
 from keel.base.errors import KeelError
 from keel.base.files import read_json
 from keel.base.redact import masked, secrets_in
-from keel.base.yaml_text import load_plain
 from keel.config import Config, load_config
 from keel.config.text import absolute_paths, plugin_defaults
 from keel.envs import Task
@@ -147,7 +146,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     """The settings in a run's config.yaml; None if it is missing, an error if it cannot be read."""
     path = folder / "config.yaml"
     try:
-        settings = load_plain(path.read_bytes())
+        settings = yaml.safe_load(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
