@@ -89,12 +89,10 @@ class Arithmetic(Task):
         return f"arithmetic/{self.skill}" + (f"-{self.low}..{self.high}" if (self.low, self.high) != RANGE else "")
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
         rng = seeded_rng("arithmetic", self.skill, "train", seed, step)
         return training_problems(self._draw, count, rng, self._is_held_out)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of problems that `sample` never returns."""
         rng = seeded_rng("arithmetic", self.skill, "held-out", seed)
         return held_out_problems(self._draw, count, rng, self._is_held_out)
 

@@ -296,7 +296,6 @@ class Loop:
         self._lock = threading.Lock()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Pending:
-        """Start a coroutine."""
         with self._lock:
             thread = self._thread = self._thread or _LoopThread()
             return Pending(asyncio.run_coroutine_threadsafe(work, thread.loop), thread)

@@ -61,13 +61,11 @@ class Capitals(Task):
         return drawn[:count]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of problems that `sample` never returns."""
         names = sorted(self.held_out_countries)
         seeded_rng("capitals", "held-out", seed).shuffle(names)
         return [_problem(name) for name in names[:count]]
 
     def gold(self, problem: Problem) -> str:
-        """The capital."""
         return str(problem.answer)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:

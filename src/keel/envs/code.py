@@ -188,8 +188,21 @@ def compose(steps: Sequence[Step]) -> str:
     return text
 
 
+class _ProgramTask(Task):
+    """What generated problems and those of a benchmark share: concurrent programs, and attacks by programs."""
+
+    grader: CodeGrader
+
+    @property
+    def reward_concurrency(self) -> int:
+        return self.grader.limits.at_once
+
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        return program_attacks(problem)
+
+
 @dataclass(frozen=True)
-class CodeTask(Task):
+class CodeTask(_ProgramTask):
     """Generated problems: `steps` operations on a list of integers, described in words, with hidden tests.
 
     The added numbers and the factors are from 2 to `largest`.
@@ -201,29 +214,18 @@ class CodeTask(Task):
     grader: CodeGrader
     name: str = "code"
 
-    @property
-    def reward_concurrency(self) -> int:
-        return self.grader.limits.at_once
-
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
         return training_problems(self._draw, count, seeded_rng("code", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of problems that `sample` never returns."""
         return held_out_problems(self._draw, count, seeded_rng("code", "held-out", seed))
 
     def gold(self, problem: Problem) -> str:
-        """The reference solution."""
         return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
         """1 if every hidden test passes, else `partial` × the fraction that passes."""
         return self.grader.reward(problem, turns[-1] if turns else "")
-
-    def attacks(self, problem: Problem) -> Sequence[Attack]:
-        """Programs that try to pass without solving."""
-        return program_attacks(problem)
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:
         kind: type = list
@@ -249,18 +251,10 @@ class CodeTask(Task):
 
 
 @dataclass(frozen=True)
-class CodeDataset(Dataset):
+class CodeDataset(_ProgramTask, Dataset):
     """A benchmark's problems with their tests."""
 
     grader: CodeGrader
-
-    @property
-    def reward_concurrency(self) -> int:
-        return self.grader.limits.at_once
-
-    def attacks(self, problem: Problem) -> Sequence[Attack]:
-        """Programs that try to pass without solving."""
-        return program_attacks(problem)
 
 
 def code(

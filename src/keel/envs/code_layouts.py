@@ -35,7 +35,6 @@ class CodeGrader:
     fenced: bool
 
     def gold(self, problem: Problem) -> str:
-        """The reference solution."""
         if not problem.answer:
             raise KeelError(f"{problem.key}: it has no reference solution, which this needs")
         return f"```python\n{problem.answer}\n```" if self.fenced else str(problem.answer)

@@ -144,23 +144,18 @@ class Countdown(Task):
     name: str = "countdown"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
         return training_problems(self._draw, count, seeded_rng("countdown", "train", seed, step))
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of problems that `sample` never returns."""
         return held_out_problems(self._draw, count, seeded_rng("countdown", "held-out", seed))
 
     def stratum(self, problem: Problem) -> str:
-        """The number of numbers."""
         return str(len(problem.info["numbers"]))
 
     def gold(self, problem: Problem) -> str:
-        """The solution that the problem was generated from, in the requested format."""
         return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 for a solution, 0.1 for the format alone."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def _draw(self, rng: random.Random) -> tuple[str, Problem]:

@@ -91,15 +91,12 @@ class Dataset(Task):
         return [self.held[i] for i in _order(len(self.held), self.name, "held-out", seed)[:count]]
 
     def gold(self, problem: Problem) -> str:
-        """The answer in the graded format."""
         return self.grader.gold(problem)
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """1 for the correct answer, else 0."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int]:
-        """The task with only the problems that `fits` accepts, and the number of dropped problems."""
         train, held = tuple(filter(fits, self.train)), tuple(filter(fits, self.held))
         left_out = len(self.train) + len(self.held) - len(train) - len(held)
         for part, before, rest in (("training", self.train, train), ("held-out", self.held, held)):

@@ -129,7 +129,6 @@ class GameEpisode(Episode):
             self.game = task.make(problem)
 
     def begin(self) -> Any:
-        """Reset the game."""
         with self.random:
             self.see(self.game.reset(self.problem))
 
@@ -139,7 +138,6 @@ class GameEpisode(Episode):
         return self.seen(outcome)
 
     def see(self, messages: Messages) -> None:
-        """Store the first observation."""
         self.opening = self.task.viewed(messages)
         self.observation = _text(self.opening)
 
@@ -281,12 +279,10 @@ class SeededTask(GameTask):
     prompts_repeat: bool = field(default=True, init=False)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
         drawn = training_problems(_draw, count, seeded_rng(self.name, "train", seed, step))
         return [self.opened(problem) for problem in drawn]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of seeds that `sample` never returns."""
         drawn = held_out_problems(_draw, count, seeded_rng(self.name, "held-out", seed))
         return [self.opened(problem) for problem in drawn]
 

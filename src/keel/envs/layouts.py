@@ -70,10 +70,9 @@ def load_problems(source: SourceOptions) -> LoadedProblems:
 
     problems, skipped = convert_rows(rows, convert, source.on_broken)
     if not problems:
-        broken = sorted((*rows.rows, *rows.broken), key=row_order)
-        raise KeelError(
-            f"{rows.source} has no usable rows: all {len(broken)} are broken, the first at {broken[0].location}"
-        )
+        every: list[DataRow | BrokenRow] = [*rows.rows, *rows.broken]
+        first = min(every, key=row_order).location
+        raise KeelError(f"{rows.source} has no usable rows: all {len(every)} are broken, the first at {first}")
     if columns.answer is not None:
         _check_types(rows.source, columns.answer, problems)
     return LoadedProblems(rows.source, tuple(problems), (*notes, *skipped))

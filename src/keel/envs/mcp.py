@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from keel.base.errors import KeelError, unknown
+from keel.base.errors import KeelError, first_line, unknown
 from keel.base.options import Options, PositiveFloat, PositiveInt
 from keel.base.redact import UnsetVariable, expand_env, redact_text
 from keel.base.validation import read_options
@@ -88,10 +88,10 @@ class McpServer:
             if not await _answers(client):
                 self._lose(opened)
                 raise ToolError("its server ended during the call") from error
-            raise ToolError(_first_line(_cause(error))) from error
+            raise ToolError(_cause(error)) from error
         self._may_start = True
         if result.is_error:
-            raise ToolError(_first_line(_text(result)) or "no reason given")
+            raise ToolError(next(iter(_text(result).strip().splitlines()), "no reason given"))
         return _text(result)
 
     async def end(self) -> None:
@@ -162,7 +162,7 @@ class McpServer:
             os.pread(self._errors.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip().splitlines()
         )
         last = stderr[-1].strip() if stderr else ""
-        return redact_text(_first_line(_cause(error)) + (f" (stderr: {last[:200]})" if last else ""))
+        return redact_text(_cause(error) + (f" (stderr: {last[:200]})" if last else ""))
 
 
 _servers: dict[tuple[str, tuple[tuple[str, str], ...]], McpServer] = {}
@@ -303,14 +303,10 @@ def _text(result: Any) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The message of an error, or of the first in a group."""
+    """The first line of an error, or of the first in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) or type(error).__name__
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")
+    return first_line(error)
 
 
 def _is_url(address: str) -> bool:

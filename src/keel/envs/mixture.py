@@ -11,17 +11,28 @@ from itertools import pairwise
 from typing import Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Problem, Reward
-from keel.envs.attacks import Attack
+from keel.base.types import Group, Problem
 from keel.envs.base import Task
-from keel.envs.episode import Episode
 from keel.envs.problems import seeded_rng, shares_of
 from keel.envs.registry import build_task
+
+OF_ONE_PROBLEM = ("gold", "gold_turns", "reward", "start", "usable_for_sft", "attacks", "picture", "stratum")
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """A method of `Mixture` that calls the same method of the problem's own task."""
+
+    def method(mixture: Mixture, problem: Problem, *arguments: Any) -> Any:
+        return getattr(mixture.tasks[problem.info["mixture"]], name)(problem, *arguments)
+
+    return method
 
 
 @dataclass(frozen=True)
 class Mixture(Task):
-    """Several tasks as one. `info["mixture"]` of a problem is the index of its task, which grades it."""
+    """Several tasks as one. `info["mixture"]` of a problem is the index of its own task."""
+
+    vars().update({name: _delegated(name) for name in OF_ONE_PROBLEM})
 
     tasks: tuple[Task, ...]
     weights: tuple[float, ...]
@@ -29,12 +40,10 @@ class Mixture(Task):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of its tasks."""
         return tuple(note for task in self.tasks for note in task.notes)
 
     @property
     def prompts_only(self) -> bool:
-        """Whether none of its tasks has answers."""
         return all(task.prompts_only for task in self.tasks)
 
     @property
@@ -58,7 +67,6 @@ class Mixture(Task):
         return any(task.multi_turn for task in self.tasks)
 
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
-        """Filter each task."""
         filtered = [task.filter_problems(fits) for task in self.tasks]
         if not any(filtered):
             return None
@@ -85,25 +93,9 @@ class Mixture(Task):
         held = zip(self.tasks, shares, strict=True)
         return [self._mark(i, p) for i, (task, share) in enumerate(held) for p in task.held_out(share, seed=seed)]
 
-    def gold(self, problem: Problem) -> str:
-        return self._of(problem).gold(problem)
-
-    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        return self._of(problem).reward(problem, turns)
-
     def fingerprint(self) -> str | None:
         """The digests of the tasks that read data."""
         return "+".join(digest for task in self.tasks if (digest := task.fingerprint()) is not None) or None
-
-    def gold_turns(self, problem: Problem) -> list[str]:
-        return self._of(problem).gold_turns(problem)
-
-    def usable_for_sft(self, problem: Problem) -> bool:
-        return self._of(problem).usable_for_sft(problem)
-
-    def start(self, problem: Problem) -> Episode:
-        """An episode of the problem's own task."""
-        return self._of(problem).start(problem)
 
     def counters(self) -> Mapping[str, float]:
         """The counters of its tasks, prefixed with the task's name if several tasks use the same counter name."""
@@ -114,14 +106,6 @@ class Mixture(Task):
             for i, totals in counted.items()
             for name, total in totals.items()
         }
-
-    def picture(self, problem: Problem, text: str) -> str | None:
-        """The picture of the problem's own task."""
-        return self._of(problem).picture(problem, text)
-
-    def attacks(self, problem: Problem) -> Sequence[Attack]:
-        """The attacks of the problem's own task."""
-        return self._of(problem).attacks(problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """The additional metrics of each task, prefixed with its name."""
@@ -140,17 +124,10 @@ class Mixture(Task):
     def label(self, problem: Problem) -> str:
         return self._label(problem.info["mixture"])
 
-    def stratum(self, problem: Problem) -> str:
-        """The stratum within the problem's own task."""
-        return self._of(problem).stratum(problem)
-
     def _label(self, index: int) -> str:
         """The name of a task, prefixed with its index if it is not unique."""
         name = self.tasks[index].name
         return f"{index}/{name}" if sum(task.name == name for task in self.tasks) > 1 else name
-
-    def _of(self, problem: Problem) -> Task:
-        return self.tasks[problem.info["mixture"]]
 
     def _mark(self, index: int, problem: Problem) -> Problem:
         return replace(problem, key=f"{index}/{problem.key}", info={**problem.info, "mixture": index})

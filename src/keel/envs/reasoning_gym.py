@@ -60,12 +60,10 @@ class ReasoningGym(Task):
         return f"reasoning_gym/{self.dataset}"
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """Training problems of one step."""
         rng = seeded_rng("reasoning_gym", self.dataset, "train", seed, step)
         return training_problems(self._draw, count, rng, held_out=self.is_held)
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """A fixed set of problems that `sample` never returns."""
         rng = seeded_rng("reasoning_gym", self.dataset, "held-out", seed)
         return held_out_problems(self._draw, count, rng, held_out=self.is_held)
 

@@ -115,7 +115,6 @@ class WithTools(TaskWrapper):
         return Toolbox(lambda problem: self.tools, self.format)
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """The inner task's problems with the tools."""
         return [self._offered(problem) for problem in self.inner.sample(count, seed=seed, step=step)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:

@@ -202,7 +202,6 @@ class EnginePool:
 
     @property
     def pids(self) -> list[int]:
-        """The running processes."""
         return [transport.get_pid() for transport, _ in list(self._engines)]
 
     def close(self) -> None:

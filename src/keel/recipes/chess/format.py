@@ -69,6 +69,12 @@ def fen_fault(fen: str) -> str | None:
     return None
 
 
+def require_fen(fen: str) -> None:
+    """Raise a KeelError if the form of a FEN is invalid."""
+    if fault := fen_fault(fen):
+        raise KeelError(f"the FEN {fen!r} is broken: {fault}")
+
+
 def require_uci(move: str) -> str:
     """The move; a KeelError if it is in another notation or does not change the square."""
     if is_uci(move):
@@ -198,13 +204,12 @@ def read_policy_row(row: str) -> tuple[str, Analysis]:
     fen, mark, rest = row.removeprefix("P: ").partition("M:")
     if not row.startswith("P: ") or not mark:
         raise KeelError("a policy row is 'P: FEN M: moves E: evaluations B: best move'")
-    fault = fen_fault(fen.rstrip(" "))
-    if fault:
-        raise KeelError(f"the FEN {fen.rstrip()!r} is broken: {fault}")
+    fen = fen.rstrip(" ")
+    require_fen(fen)
     answer = read_policy(rest)
     if not answer.structure or answer.best is None:
         raise KeelError(f"the policy row is broken: {answer.faults[0]}")
-    return fen.rstrip(" "), Analysis(answer.moves, answer.evaluations, answer.best)
+    return fen, Analysis(answer.moves, answer.evaluations, answer.best)
 
 
 # ------------------------------------------------------------------------------------------------- A: environment
@@ -289,9 +294,7 @@ def read_env_row(row: str) -> tuple[str, str, tuple[str, ...], StepResult]:
     if not row.startswith("A: ") or len(fields) != 4:
         raise KeelError("an environment row is 'A: FEN+move+moves+new FEN+reward+terminated+truncated'")
     fen, move, moves, rest = fields
-    fault = fen_fault(fen)
-    if fault:
-        raise KeelError(f"the FEN {fen!r} is broken: {fault}")
+    require_fen(fen)
     history = tuple(moves.split())
     for uci in (move, *history):
         require_uci(uci)

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import chess
 
 from keel.base.errors import KeelError, unknown
-from keel.recipes.chess.format import HISTORY, StepResult, fen_fault
+from keel.recipes.chess.format import HISTORY, StepResult, require_fen
 
 LEGAL, WIN, DRAW, ILLEGAL = 0.001, 1.0, 0.5, -1.0
 Draws = Literal["claimed", "automatic"]
@@ -32,14 +32,13 @@ def board_of(fen: str) -> chess.Board:
 
 @lru_cache(maxsize=256)  # the same position is often needed several times in a row
 def _valid_board(fen: str) -> chess.Board:
-    fault = fen_fault(fen)
-    if fault is None:
-        board = chess.Board(fen)
-        status = board.status()
-        if status == chess.STATUS_VALID:
-            return board
+    require_fen(fen)
+    board = chess.Board(fen)
+    status = board.status()
+    if status != chess.STATUS_VALID:
         fault = ", ".join(str(flag.name).lower().replace("_", " ") for flag in chess.Status if flag and flag & status)
-    raise KeelError(f"the FEN {fen!r} is broken: {fault}")
+        raise KeelError(f"the FEN {fen!r} is broken: {fault}")
+    return board
 
 
 def fen_of(board: chess.Board) -> str:

@@ -219,18 +219,15 @@ class ChessTask(TaskWrapper):
     name: str = "chess"
 
     def gold(self, problem: Problem) -> str:
-        """The correct completion of the prompt."""
         return self.grader.gold(problem)
 
     def gold_turns(self, problem: Problem) -> list[str]:
         return [self.gold(problem)]
 
     def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
-        """The reward of the model's text, by part."""
         return self.grader.reward(problem, turns[-1] if turns else "")
 
     def extra_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Metrics over all completions of an evaluation."""
         return self.grader.metrics(groups)
 
     def counters(self) -> Mapping[str, float]:
@@ -238,7 +235,6 @@ class ChessTask(TaskWrapper):
         return self.grader.counters()
 
     def picture(self, problem: Problem, text: str) -> str | None:
-        """An SVG of an answer's board, for the report."""
         from keel.recipes.chess.task import answer_picture
 
         return answer_picture(problem, text)

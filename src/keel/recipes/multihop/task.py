@@ -66,7 +66,6 @@ class Multihop(Task):
         return self._problems(self.source.held_out(count, seed, self.hops))
 
     def stratum(self, problem: Problem) -> str:
-        """The number of hops."""
         return str(_question(problem).hops)
 
     def filter_problems(self, fits: Callable[[Problem], bool]) -> tuple[Self, int] | None:
@@ -91,7 +90,6 @@ class Multihop(Task):
         return [*calls, self._final_turn(problem, search)]
 
     def gold(self, problem: Problem) -> str:
-        """The last turn of the demonstration."""
         return self._final_turn(problem, self._search(_question(problem)))
 
     def usable_for_sft(self, problem: Problem) -> bool:
@@ -137,7 +135,6 @@ class Multihop(Task):
         return f"{think}<cite> {' '.join(cited)} </cite> <answer> {answer} </answer>"
 
     def problem(self, question: Question) -> Problem:
-        """A question's prompt."""
         content = f"{self.instruction}\n{question.text}\n" if self.instruction else f"{question.text}\n"
         problem = Problem(
             key=question.key,
@@ -154,7 +151,6 @@ class Multihop(Task):
         return score.total(dict.fromkeys(self.weights, 1.0), self.weights, _question(problem).hops, self.hop_factor)
 
     def start(self, problem: Problem) -> Episode:
-        """An episode with retrieval over the question's documents."""
         return MultihopEpisode(self, problem)
 
     def extra_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
