@@ -3,7 +3,7 @@
 python scripts/closure.py [MODULE] [--files]     # keel.trainer.step by default; --files lists them, longest first
 
 Two figures, for `.py` files: by imports at the top of files, and with those inside functions. An import of `a.b.c` also
-counts `a` and `a.b`. Imports under TYPE_CHECKING do not count. A package with lazy names (base/lazy.py) lists there
+counts `a` and `a.b`. Imports under TYPE_CHECKING do not count. A package with lazy names (base/__init__.py) lists there
 where each name comes from: `from a import Name` counts the module of that one name.
 """
 

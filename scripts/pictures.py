@@ -18,8 +18,7 @@ from torch import Tensor
 from keel.base.types import Problem
 from keel.envs.rewards.text import cosine, length
 from keel.kl.exact import exact_kl
-from keel.losses import LossOptions
-from keel.losses.policy import policy_term
+from keel.losses import LossOptions, policy_term
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from faults.losses import loss_fault, term_with
 from keel.kl.ratios import finite_floor, select
-from keel.losses.inputs import LossInputs, PolicyTerm
+from keel.losses.policy import LossInputs, PolicyTerm
 
 
 def is_action(inputs: LossInputs) -> Tensor:

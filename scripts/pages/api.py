@@ -72,10 +72,10 @@ PAGES: dict[str, tuple[str, tuple[str, ...]]] = {
         (
             "keel.base.types: Problem Completion Group Reward Scores",
             "keel.base.options: Options PluginOptions PositiveFloat PositiveInt",
-            "keel.base.validation: read_options",
+            "keel.base.options: read_options",
             "keel.base.errors: KeelError unknown",
             "keel.base.files: write_atomic",
-            "keel.base.imports: import_object",
+            "keel.base.parts: import_object",
         ),
     ),
 }

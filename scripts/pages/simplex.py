@@ -15,8 +15,8 @@ from keel.base.errors import KeelError
 from keel.kl import exact_kl
 from keel.kl.facts import MEANINGS, PLACEMENTS, Fact, check_pairing, find_fact
 from keel.verify.gradients import measured_gradient
-from keel.verify.optimum import optimal_policy
 from keel.verify.oracle import OFF, ON, Bandit, gradient_in_reward
+from keel.verify.values import optimal_policy
 
 REFERENCE, SAMPLER, REWARDS = (0.2, 0.5, 0.3), (0.3, 0.25, 0.45), (1.0, 0.0, 0.0)
 BETAS = (0.0, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0)

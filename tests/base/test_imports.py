@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_import_path
+from keel.base.parts import import_object, is_import_path
 
 
 @pytest.fixture
@@ -87,6 +87,6 @@ def test_the_path_grows_once(module):
 
 
 def test_an_import_loads_no_framework():
-    code = "import keel.base.imports, sys; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    code = "import keel.base.parts, sys; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ)
     assert done.stdout.strip() == "[]", done.stderr

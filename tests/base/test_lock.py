@@ -11,10 +11,11 @@ import sys
 import pytest
 
 from keel.base.errors import KeelError
-from keel.base.lock import RunLock, is_locked
+from keel.loggers.rundir import RunLock, is_locked
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from keel.base.lock import RunLock; lock = RunLock(Path(sys.argv[1]));"
+    "import sys, time; from pathlib import Path; from keel.loggers.rundir import RunLock; "
+    "lock = RunLock(Path(sys.argv[1]));"
 )
 
 

@@ -102,7 +102,7 @@ from keel.models import fingerprint
 from keel.verify import audit
 assert all(map(callable, (advantages, objective, fingerprint, audit, keel.train, keel.evaluate)))
 assert keel.kl.ratios.DEFAULT_CLAMP == keel.kl.DEFAULT_CLAMP
-assert {"k3", "KLOptions"} <= set(dir(keel.kl)) and keel.rollout.native.engine and keel.kl.custom
+assert {"k3", "KLOptions"} <= set(dir(keel.kl)) and keel.rollout.native.engine and keel.kl.exact
 assert not hasattr(keel.kl, "nosuch") and not hasattr(keel.rollout, "batch")
 from unittest import mock
 with mock.patch("keel.kl.estimators.k3", len):

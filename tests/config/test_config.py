@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keel.base.errors import KeelError
-from keel.base.validation import option_names
+from keel.base.options import option_names
 from keel.config import Config, load_config, read_config, resolved
 from keel.config.checks import advice
 from keel.config.load import is_option

@@ -8,8 +8,8 @@ from importlib.resources import files
 import pytest
 
 from keel.base.errors import KeelError
+from keel.base.options import option_names, similar_options
 from keel.base.parts import parameters_of
-from keel.base.validation import option_names, similar_options
 from keel.base.yaml_text import parse
 from keel.cli import main
 from keel.cli.app import split

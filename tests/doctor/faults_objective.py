@@ -15,8 +15,7 @@ from doctor.schooled import nearness, schooled_model
 from keel.base.types import Problem, Reward
 from keel.kl.controllers import KLState
 from keel.losses import LossOptions
-from keel.losses.inputs import LossInputs, PolicyTerm
-from keel.losses.policy import clipped
+from keel.losses.policy import LossInputs, PolicyTerm, clipped
 from keel.models.loaded import LoadedModel
 
 # Losses

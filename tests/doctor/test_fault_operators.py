@@ -22,7 +22,7 @@ from keel.config import load_config
 from keel.envs.judge import Judge
 from keel.envs.registry import build_task
 from keel.losses import LossInputs
-from keel.losses.inputs import Limits
+from keel.losses.policy import Limits
 from keel.losses.recipes import declared_options, get_loss
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel

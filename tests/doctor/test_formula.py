@@ -22,8 +22,7 @@ from keel.doctor.probes.kl_term import probe_kl_term
 from keel.doctor.suspects import judge_suspects, preflight_figures
 from keel.doctor.thresholds import load_thresholds
 from keel.doctor.verdict import Outcome
-from keel.kl.facts import FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing
-from keel.kl.suggest import CORRECT_GRADIENTS, suggest_pairing
+from keel.kl.facts import CORRECT_GRADIENTS, FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing, suggest_pairing
 from keel.losses import LOSSES
 
 pytestmark = pytest.mark.doctor

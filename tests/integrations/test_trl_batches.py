@@ -7,7 +7,7 @@ from integrations.small_trl import STEADY, WORDS, build, keel_trainer, lines
 from keel.base.errors import KeelError
 from keel.config import load_config
 from keel.integrations.trl import KeelRunCallback
-from keel.integrations.trl.records import problem_key
+from keel.integrations.trl.window import problem_key
 from keel.kl import KLOptions
 from keel.reference.options import ReferenceOptions
 

@@ -8,7 +8,7 @@ from peft import get_peft_model
 from integrations.small_trl import gap, keel_trainer, lines, lora, small_model, weights
 from keel.base.errors import KeelError
 from keel.integrations.trl import KeelGRPOTrainer
-from keel.integrations.trl.checkpoint import good_checkpoints
+from keel.integrations.trl.rundir import good_checkpoints
 from keel.kl import KLOptions
 from keel.loggers import RunDirectory
 from keel.reference.options import ReferenceOptions

@@ -12,7 +12,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from integrations.small_trl import TRLS_OWN, build, gap, keel_trainer, lines, lora, small_model, weights
 from keel.base.errors import KeelError
-from keel.integrations.trl.reference import keeping_base
+from keel.integrations.trl.scoring import keeping_base
 from keel.reference.options import ReferenceOptions
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keel.kl.depth import depth_bin, depth_metrics, mean_by_depth, occupied_bins, positions
+from keel.kl.measure import depth_bin, depth_metrics, mean_by_depth, occupied_bins, positions
 
 
 def test_stretches_double():

@@ -20,9 +20,9 @@ from keel.kl import (
     straight_through,
     weighted_estimate,
 )
+from keel.kl.estimators import with_form
 from keel.kl.exact import penalty_divergence
 from keel.kl.facts import over_vocabulary
-from keel.kl.gradients import with_form
 
 SEEDS = range(4)
 VOCABULARY = 5

@@ -14,9 +14,8 @@ import pytest
 
 from keel.base.errors import KeelError
 from keel.loggers import JsonlLogger, Logger, MultiLogger, RunDirectory, build_loggers
-from keel.loggers.build import check_loggers
+from keel.loggers.build import TensorBoardLogger, check_loggers, flat_numbers
 from keel.loggers.options import LogOptions
-from keel.loggers.trackers import TensorBoardLogger, flat_numbers
 
 METRICS = {
     "reward/mean": 0.5,

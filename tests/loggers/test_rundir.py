@@ -17,8 +17,8 @@ import pytest
 
 from keel.base import files as files_module
 from keel.base.errors import KeelError
-from keel.base.lock import is_locked
 from keel.loggers import JsonlLogger, RunDirectory
+from keel.loggers.rundir import is_locked
 
 WRITER = """
 import sys

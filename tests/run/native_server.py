@@ -20,7 +20,7 @@ import torch
 import uvicorn
 import yaml
 
-from keel.base.imports import import_object
+from keel.base.parts import import_object
 from keel.base.watchdog import exit_with_parent
 from keel.models.tokenizer import context_length, vocabulary_digest
 from keel.rollout.vllm.rows import Drawing, Row, Sampled

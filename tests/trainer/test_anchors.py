@@ -22,10 +22,10 @@ from keel.losses import Counts, KLTerm, LossOptions, count_denominators, objecti
 from keel.models.head import causal_lm
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_micro
-from keel.trainer.card import model_card
 from keel.trainer.sample import sample_groups
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, other_terms, score, train_step
+from keel.trainer.summary import model_card
 from run.test_resume import lines
 from trainer.small import BASE, other_model, small_config, small_model
 

@@ -14,7 +14,7 @@ from keel.base.types import Completion, Group
 from keel.losses import advantages, group_statistics
 from keel.losses.advantages import BASELINES, SCALES, centred, deviation
 from keel.run.build import build_policy, build_run
-from keel.trainer.pending import _group, _record
+from keel.trainer.checkpoint_parts import _group, _record
 from keel.trainer.records import rollout_records
 from keel.trainer.state import State
 from keel.trainer.step import train_step

@@ -15,9 +15,9 @@ from keel.base.errors import KeelError
 from keel.kl import KLState
 from keel.kl.options import KLBudget
 from keel.run.build import build_policy, build_run
-from keel.trainer.final import measure_final
 from keel.trainer.guards import MIN_NORMS, final_violation, find_violation, over_budget, spike_limit
 from keel.trainer.options import GuardLimits, GuardOptions
+from keel.trainer.records import measure_final
 from keel.trainer.sample import problem_seed
 from keel.trainer.state import State, step_seed
 from keel.trainer.step import train_step

@@ -26,10 +26,10 @@ from keel.rollout import Engine
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import _check_ahead, build_policy, build_run
 from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
+from keel.trainer.checkpoint_parts import PENDING
 from keel.trainer.integrity import TRAINER, saved_checksums
 from keel.trainer.memory import OutOfMemory
 from keel.trainer.overlap import RolloutQueue, StepRollouts
-from keel.trainer.pending import PENDING
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import train_step
 from ranks import run_ranks

@@ -17,7 +17,7 @@ from keel.envs.curriculum import Curriculum
 from keel.kl.measure import controlled_kl
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_policy, score_reference
-from keel.trainer.final import measure_final
+from keel.trainer.records import measure_final
 from keel.trainer.sample import sample_groups, wait_for_sampler
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step

@@ -57,7 +57,7 @@ def test_all_metrics_of_the_contract_are_there_and_kl_starts_at_zero() -> None:
 
 def test_the_samplers_gap_is_measured_by_depth(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine whose report is off by one nat from token 8 of the context on, in stretches from 4 and 8 on."""
-    monkeypatch.setattr("keel.kl.depth.FIRST_BIN_TOKENS", 2)
+    monkeypatch.setattr("keel.kl.measure.FIRST_BIN_TOKENS", 2)
     run, state = make("guards.on_step0_kl=warn")
     inner = run.collect
 

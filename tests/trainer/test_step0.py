@@ -17,8 +17,8 @@ from keel.models.scorer import ScoreRows
 from keel.reference.kinds import build_reference
 from keel.rollout.native.engine import NativeEngine
 from keel.run.build import build_policy
+from keel.trainer.guards import Step0Limits, step0_limits, step0_violations
 from keel.trainer.options import GuardLimits
-from keel.trainer.step0 import Step0Limits, step0_limits, step0_violations
 from trainer.small import small_config
 from trainer.test_guards import kinds, read, train
 

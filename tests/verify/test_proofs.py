@@ -9,7 +9,7 @@ import torch
 from keel.kl import KLOptions, estimators, facts
 from keel.losses import LOSSES, LossOptions
 from keel.losses import objective as objective_function
-from keel.verify import gradients, losses, optimum, oracle, run, samples, values
+from keel.verify import gradients, losses, oracle, run, samples, values
 from keel.verify.oracle import random_bandits, relative_error, sequence_world
 
 objective = sys.modules[objective_function.__module__]  # the package has a function of the module's name
@@ -107,9 +107,9 @@ def test_a_measurement_that_forgets_its_weights_is_caught(monkeypatch):
 
 def test_the_plain_k3_trainer_lands_on_the_forward_optimum():
     """Stationary point of E[R] − β·KL(ref‖policy) in the right answer's logit: a(1−a) = β(a − 0.1)."""
-    plain = next(t for t in optimum.DESCENT_CASES if t.name == "k3 in the loss, plain")
-    accuracy, _ = optimum.train(plain.penalty)
-    for beta, a in zip(optimum.BETAS, accuracy.tolist(), strict=True):
+    plain = next(t for t in values.DESCENT_CASES if t.name == "k3 in the loss, plain")
+    accuracy, _ = values.train(plain.penalty)
+    for beta, a in zip(values.BETAS, accuracy.tolist(), strict=True):
         assert a * (1 - a) == pytest.approx(beta * (a - 0.1), abs=1e-6)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from keel.base.errors import KeelError
-from keel.base.imports import is_import_path
+from keel.base.options import check_unread_options
+from keel.base.parts import is_import_path
 from keel.base.redact import secrets_in
-from keel.base.validation import check_unread_options
 from keel.config.schema import Config, TaskOptions
 from keel.kl import KLOptions, Pairing, advise, check_kl, controller_from_options
 from keel.kl.controllers import RuleController

@@ -13,10 +13,17 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from keel.base.errors import KeelError
-from keel.base.options import Options, PluginOptions
+from keel.base.options import (
+    Options,
+    PluginOptions,
+    accepts_name,
+    model_of,
+    one_line,
+    option_names,
+    unknown_option_error,
+)
 from keel.base.parts import options_class, parameters_of
 from keel.base.redact import MASK, redact_text, register_secrets
-from keel.base.validation import accepts_name, model_of, one_line, option_names, unknown_option_error
 from keel.config import peers, text
 from keel.config.checks import check
 from keel.config.peers import Setting

@@ -12,10 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from keel.base.errors import KeelError
-from keel.base.options import Options
+from keel.base.options import Options, read_options
 from keel.base.parts import options_class
 from keel.base.redact import masked
-from keel.base.validation import read_options
 from keel.base.yaml_text import dump, parse
 from keel.config.checks import kl_pairing, kl_terms
 from keel.config.schema import Config, plain

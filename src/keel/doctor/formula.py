@@ -12,8 +12,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.doctor.findings import Advice, propose
 from keel.doctor.runs import number
-from keel.kl.facts import MEANINGS, Pairing, check_pairing, term_reduction
-from keel.kl.suggest import CORRECT_GRADIENTS, suggest_pairing
+from keel.kl.facts import CORRECT_GRADIENTS, MEANINGS, Pairing, check_pairing, suggest_pairing, term_reduction
 from keel.losses.recipes import LOSSES
 from keel.verify.custom import estimator_facts
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import check_depth, parse_json
-from keel.base.lock import is_locked
 from keel.base.redact import masked, redact_data, redact_text, register_secrets
 from keel.doctor.lines import GrowingLines, Record
 from keel.doctor.thresholds import Thresholds, load_thresholds, thresholds_of
 from keel.loggers import rundir
+from keel.loggers.rundir import is_locked
 
 # rollouts.jsonl may be very large. Of a larger file only the first and last part are read.
 ROLLOUT_BYTES = 16 * 2**20

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from keel.base.errors import KeelError
+from keel.base.options import read_options
 from keel.base.types import Problem, Reward
-from keel.base.validation import read_options
 from keel.envs.answers import has_math_verify, last_number, last_tag, math_equal, plain_number, require_math_verify
 from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of

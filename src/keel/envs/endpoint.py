@@ -19,9 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError, first_line
-from keel.base.options import Flag, Float, Fraction, Int, NonNegativeInt, Options, PositiveInt, Temperature
+from keel.base.options import (
+    Flag,
+    Float,
+    Fraction,
+    Int,
+    NonNegativeInt,
+    Options,
+    PositiveInt,
+    Temperature,
+    read_options,
+)
 from keel.base.types import Completion
-from keel.base.validation import read_options
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

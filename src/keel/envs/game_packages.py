@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_import_path
+from keel.base.parts import import_object, is_import_path
 from keel.base.types import Problem
 from keel.envs.games import (
     Game,

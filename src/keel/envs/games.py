@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from keel.base.errors import KeelError, did_you_mean, first_line
-from keel.base.imports import import_object
+from keel.base.parts import import_object
 from keel.base.types import Message, Problem, Reward
 from keel.envs.base import Task, TaskWrapper
 from keel.envs.calls import is_async

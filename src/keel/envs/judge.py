@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.options import read_options
 from keel.base.types import Problem, Reward, RewardFailure
-from keel.base.validation import read_options
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, HungCalls, Outcome, TooManyHungCalls, call, call_inline, call_sync
 from keel.envs.options import RewardOptions

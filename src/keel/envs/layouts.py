@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from keel.base.errors import KeelError, nearest
+from keel.base.options import read_options
 from keel.base.types import Problem
-from keel.base.validation import read_options
 from keel.envs.options import ColumnOptions, SourceOptions
 from keel.envs.rows import BrokenRow, DataRow, DataRows, convert_rows, handle_broken_rows, read_rows, row_order
 

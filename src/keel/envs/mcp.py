@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from keel.base.errors import KeelError, first_line, unknown
-from keel.base.options import Options, PositiveFloat, PositiveInt
+from keel.base.options import Options, PositiveFloat, PositiveInt, read_options
 from keel.base.redact import UnsetVariable, expand_env, redact_text
-from keel.base.validation import read_options
 from keel.envs.tools import MAX_CHARACTERS, TIMEOUT_S, Tool
 
 START_S = 30.0  # time limit for a server to list its tools

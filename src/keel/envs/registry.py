@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import make_part, part_arguments
+from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.envs.base import Task, check_is_task
 from keel.envs.options import DataOptions, SourceOptions, TaskOptions
 

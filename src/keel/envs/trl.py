@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object
+from keel.base.parts import import_object
 from keel.base.types import Message, Problem, Reward
 from keel.envs.calls import is_async
 from keel.envs.episode import run_sync

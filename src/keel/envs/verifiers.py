@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import add_working_folder
+from keel.base.parts import add_working_folder
 from keel.base.types import Completion, Message, Problem, Reward
 from keel.envs.base import Task
 from keel.envs.calls import LOOP, CallFailed, HungCalls

@@ -9,8 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
+from keel.base.parts import import_object, is_import_path, part_arguments
 from keel.base.types import Problem, Reward
 from keel.envs.base import Task, TaskWrapper
 from keel.envs.episode import Episode

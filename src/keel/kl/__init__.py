@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import lazy_attributes
+from keel.base import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.kl.controllers import (
@@ -13,10 +13,21 @@ if TYPE_CHECKING:
         controller_from_options,
         get_controller,
     )
-    from keel.kl.estimators import ESTIMATORS, absolute, estimate, get_estimator, k1, k2, k3, masked_mean
+    from keel.kl.estimators import (
+        ESTIMATORS,
+        absolute,
+        estimate,
+        get_estimator,
+        k1,
+        k2,
+        k3,
+        masked_mean,
+        straight_through,
+        weighted_estimate,
+        with_form,
+    )
     from keel.kl.exact import exact_kl, topk_kl, topk_kl_unbiased
     from keel.kl.facts import FACTS, Fact, GradientForm, Pairing, advise, check_pairing, find_fact, parse_gradient
-    from keel.kl.gradients import straight_through, weighted_estimate, with_form
     from keel.kl.measure import measure_kl, token_statistics
     from keel.kl.options import DEFAULT_CLAMP, KLOptions, check_kl
     from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss, reward_penalty
@@ -24,7 +35,7 @@ if TYPE_CHECKING:
     from keel.kl.sequence import k1_to_go, k2_sequence, k3_sequence, rao_blackwell, reward_to_go, sequence_estimate
 else:
     __getattr__ = lazy_attributes(
-        __name__, "options facts controllers estimators exact gradients measure placement ratios sequence"
+        __name__, "options facts controllers estimators exact measure placement ratios sequence"
     )
 
 __all__ = [

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import make_part, part_arguments
+from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.kl.options import KLTermOptions
 
 UNITS = ("per_token", "per_sequence")

@@ -1,20 +1,38 @@
-"""Value estimators of KL(policy‖reference) from tokens that the policy sampled.
+"""Value estimators of KL(policy‖reference) from tokens that the policy sampled, and forms of their gradients.
 
-Each is a function of d = log p − log π alone. `keel.kl.facts` lists their expected *gradients*.
-Source: Schulman, http://joschu.net/blog/kl-approx.html
+Each estimator is a function of d = log p − log π alone (Schulman, http://joschu.net/blog/kl-approx.html). A user's own,
+`module:attr`, is a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp). Parameters follow the name:
+`module:attr(width=0.5)`. They are part of the name because the audit verifies the function with these values only.
+
+One KL value can have several gradients, and only some of them are the gradient of a KL; `keel.kl.facts` lists their
+expectations. A form is written `[weight][*][carrier]`:
+
+    plain        autograd of the estimator itself
+    k2           straight-through: the estimator's value, k2's gradient (likewise k1, k3, abs)
+    rho          ρ·k; ρ has a gradient
+    sg_rho       sg(ρ)·k
+    sg_rho*k2    value sg(ρ)·k, gradient of sg(ρ)·k2 (likewise with the other estimators, and with rho)
+
+ρ·k3 and sg(ρ)·k2 have the same gradient ρ·u·s on every sample. sg(ρ)·k2 needs no e^d and avoids cancellation.
+Sources: Tang & Munos 2506.09477, Liu et al. 2510.01555, RPG 2505.17508, DeepSeek-V3.2 2512.02556.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
-from keel.kl.custom import arity, custom_estimator, is_custom, takes_ratio
-from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, log_ratio, select
+from keel.base.parts import import_object, part_arguments
+from keel.kl.facts import CUSTOM_SPEC, GradientForm, is_custom
+from keel.kl.ratios import DEFAULT_CLAMP, at_least_fp32, check_mask, finite_floor, importance_ratio, log_ratio, select
 
 Estimator = Callable[[Tensor], Tensor]
 
@@ -100,7 +118,115 @@ def call_checked(name: str, function: Callable[..., object], *arguments: Tensor)
     return result
 
 
+def custom_estimator(name: str) -> Callable[..., object]:
+    """The user's function, bound to the parameters in its name."""
+    match = CUSTOM_SPEC.fullmatch(name)
+    path, text = (name, None) if match is None else (match["path"], match["params"])
+    function: Callable[..., object] = import_object(path, "kl.estimator")
+    params = {} if text is None else _parameters(name, text)
+    if not params:
+        return function
+    tensors = 1 if takes_ratio(partial(function, **params)) else arity(function)
+    return partial(function, **part_arguments(f"kl.estimator {path}", function, params, positional=tensors))
+
+
+def _parameters(name: str, text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError(text)
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise KeelError(f"kl.estimator={name}: write parameters as module:attr(name=value, …)") from None
+
+
+def takes_ratio(function: Callable[..., object]) -> bool:
+    """Whether the function takes one tensor, the log-ratio d."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        return False
+    positional = [
+        p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    return len(positional) == 1
+
+
+def arity(function: Callable[..., object]) -> int:
+    """2 for (logp, ref), 3 for (logp, ref, old).
+
+    A third parameter counts as `old` if it has no default or its name starts with `old`. `clamp=10.0` does not count.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # a built-in without a signature: assume three parameters
+        return 3
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) < 3:
+        return 3 if any(p.kind is p.VAR_POSITIONAL for p in parameters) else 2
+    third = positional[2]
+    return 3 if third.default is third.empty or third.name.startswith("old") else 2
+
+
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the mask. For an empty mask, the mean and its gradient are 0."""
     check_mask(mask, values.shape)
     return select(at_least_fp32(values), mask).sum() / mask.sum().clamp_min(1)
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """The value of the first argument with the gradient of the second."""
+    return value.detach() + (gradient - gradient.detach())
+
+
+def weighted_estimate(
+    estimator: str,
+    form: GradientForm,
+    logp: Tensor,
+    ref_logp: Tensor,
+    old_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """An estimator per token `[B, T]` in the given gradient form; zero outside the mask.
+
+    `old_logp` is log μ, where μ is the policy that drew the samples. None means on-policy: μ is the policy itself, and
+    ρ = 1 still has a gradient under `rho`. `ratio_cap` truncates ρ.
+    """
+    value = estimate(estimator, logp, ref_logp, mask, clamp, old_logp=old_logp)
+    return with_form(value, form, logp, ref_logp, old_logp, mask, clamp=clamp, ratio_cap=ratio_cap)
+
+
+def with_form(
+    value: Tensor,
+    form: GradientForm,
+    logp: Tensor,
+    ref_logp: Tensor | None = None,
+    old_logp: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    clamp: float | None = DEFAULT_CLAMP,
+    ratio_cap: float | None = None,
+) -> Tensor:
+    """Any per-token KL `[B, T]` (sampled, exact, top-k) in the given gradient form; see `weighted_estimate`.
+
+    A form with a carrier needs `ref_logp`, because the carrier is computed from the sampled tokens.
+    """
+    if ratio_cap is not None and form.weight is None:
+        raise KeelError(f"a ratio cap needs a weighted gradient form, got {str(form)!r}: use rho or sg_rho")
+    if value.shape != logp.shape:
+        raise KeelError(f"the KL has shape {tuple(value.shape)} but logp has {tuple(logp.shape)}: both must be [B, T]")
+    value = select(at_least_fp32(value), mask)
+    carrier = None
+    if form.carrier is not None:
+        if ref_logp is None:
+            raise KeelError(f"the gradient form {str(form)!r} needs ref_logp: {form.carrier} is computed from it")
+        carrier = get_estimator(form.carrier)(log_ratio(logp, ref_logp, mask, clamp).d)
+    if form.weight is None:
+        return value if carrier is None else straight_through(value, carrier)
+    rho = importance_ratio(logp, logp.detach() if old_logp is None else old_logp, mask, cap=ratio_cap, clamp=clamp)
+    if form.weight == "sg_rho":
+        rho = rho.detach()
+    return rho * value if carrier is None else straight_through(rho * value, rho * carrier)

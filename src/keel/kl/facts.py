@@ -7,12 +7,15 @@ reduction. See kl.md in the docs for derivations. Every row is checked by exact 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.kl.custom import is_custom
+from keel.base.parts import is_import_path
 
+CUSTOM_SPEC = re.compile(r"(?P<path>[^()]+)(?:\((?P<params>.*)\))?", re.DOTALL)  # a user's own estimator
 PLACEMENTS = ("loss", "reward", "advantage")
 LEVELS = ("token", "sequence")
 WEIGHTS = ("rho", "sg_rho")
@@ -92,6 +95,12 @@ _SUMMED = {
     # The tail is sampled, so the expectation depends on importance weights.
     "topk_unbiased": {"plain": (POLICY_REF, NEAR), "rho": ("wrong", "wrong"), "sg_rho": (POLICY_REF, POLICY_REF)},
 }
+
+
+def is_custom(name: str) -> bool:
+    """Whether an estimator is a user's own: `module:attr` with or without parameters."""
+    match = CUSTOM_SPEC.fullmatch(name)
+    return match is not None and is_import_path(match["path"])
 
 
 def over_vocabulary(estimator: str) -> bool:
@@ -370,3 +379,45 @@ def advise(loss_type: str, beta: float) -> list[str]:
     elif paper is not None and paper.beta is not None and beta > max(10 * paper.beta, 0.1):
         notes.append(f"beta {beta:g} is far above the {paper.beta:g} of {paper.paper}: expect little learning")
     return notes
+
+
+CORRECT_GRADIENTS = (POLICY_REF, NEAR, f"{LENGTH_WEIGHTED}{POLICY_REF}", f"near {LENGTH_WEIGHTED}{POLICY_REF}")
+
+# Candidates in order: a change of one option, then an estimator with a correct gradient, then the default pairing.
+_CANDIDATES: tuple[Mapping[str, str], ...] = (
+    {"gradient": "auto"},
+    {"estimator": "k3"},
+    {"estimator": "exact"},
+    {"estimator": "k1"},
+    {"gradient": "sg_rho*k2"},
+    {"gradient": "auto", "estimator": "k3"},
+    {"gradient": "auto", "estimator": "exact"},
+    {"gradient": "auto", "estimator": "k1"},
+    {"gradient": "auto", "estimator": "k3", "placement": "loss", "level": "token"},
+)
+
+
+def suggest_pairing(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
+    """The `kl` options to change; empty if the pairing is already correct, or if no candidate is correct.
+
+    `context` are further arguments of `check_pairing`, such as `off_policy`.
+    """
+    current = {"estimator": estimator, "placement": placement, "gradient": gradient, "level": level}
+    exact_first = (
+        sorted(_CANDIDATES, key=lambda candidate: candidate.get("estimator", "") == "k3")
+        if "exact" in estimator
+        else _CANDIDATES
+    )
+    for candidate in ({}, *exact_first):
+        changed = {name: value for name, value in candidate.items() if value != current[name]}
+        if (changed or not candidate) and _is_correct({**current, **changed}, context):
+            return {f"kl.{name}": value for name, value in changed.items()}
+    return {}
+
+
+def _is_correct(pairing: Mapping[str, str], context: Mapping[str, Any]) -> bool:
+    arguments: dict[str, Any] = {**pairing, **context}
+    try:
+        return check_pairing(**arguments).expected_gradient in CORRECT_GRADIENTS
+    except KeelError:
+        return False

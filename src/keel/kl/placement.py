@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
+from keel.kl.estimators import weighted_estimate, with_form
 from keel.kl.facts import LEVELS, Pairing, over_vocabulary
-from keel.kl.gradients import weighted_estimate, with_form
 from keel.kl.ratios import DEFAULT_CLAMP, check_mask, importance_ratio, select
 from keel.kl.sequence import reward_to_go, score, sequence_estimate
 

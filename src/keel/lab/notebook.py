@@ -14,8 +14,8 @@ from keel.doctor.runs import ROLLOUT_BYTES, Record, RunReader, RunRecord, number
 from keel.lab.report import sections as tables
 from keel.lab.report.html import block, charts, document, verdict
 from keel.lab.report.rollouts import read_step
+from keel.loggers.build import flat_numbers
 from keel.loggers.rundir import EVAL, METRICS
-from keel.loggers.trackers import flat_numbers
 
 if TYPE_CHECKING:
     from pandas import DataFrame

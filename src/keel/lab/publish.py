@@ -10,9 +10,9 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.models.lora import merge
 from keel.run.model_ref import ModelRef, model_folder, resolve_model
-from keel.trainer.card import MODEL_CODE
 from keel.trainer.checkpoint import save_weights
 from keel.trainer.integrity import MANIFEST, TRAINER, WARMSTART
+from keel.trainer.summary import MODEL_CODE
 
 CARD = "README.md"
 

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import lazy_attributes
+from keel.base import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.losses.advantages import advantages, centred, deviation, group_statistics, zero_variance
-    from keel.losses.inputs import LossInputs, PolicyTerm
     from keel.losses.mismatch import behaviour_logp, mismatch_ratio, mismatch_weights
     from keel.losses.objective import (
         Counts,
@@ -16,11 +15,12 @@ if TYPE_CHECKING:
         kl_penalty,
         kl_term,
         objective,
+        policy_term,
         vocabulary_kl,
         with_policy_mask,
     )
     from keel.losses.options import LossOptions, MismatchOptions
-    from keel.losses.policy import policy_term
+    from keel.losses.policy import LossInputs, PolicyTerm
     from keel.losses.recipes import (
         LOSSES,
         Limits,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from keel.losses.reductions import REDUCTIONS, Denominators, count_denominators
 else:
-    __getattr__ = lazy_attributes(__name__, "options recipes inputs advantages mismatch objective policy reductions")
+    __getattr__ = lazy_attributes(__name__, "options recipes advantages mismatch objective policy reductions")
 
 __all__ = [
     "LOSSES",

@@ -18,7 +18,6 @@ from keel.kl.measure import metric_of
 from keel.kl.options import KLTermOptions
 from keel.kl.placement import advantage_penalty, kl_loss, kl_score_loss
 from keel.kl.ratios import check_mask, importance_ratio, select
-from keel.losses.inputs import PolicyTerm
 from keel.losses.mismatch import (
     behaviour_logp,
     kl_behaviour_logp,
@@ -27,8 +26,8 @@ from keel.losses.mismatch import (
     sampled_off_policy,
 )
 from keel.losses.options import LossOptions, MismatchOptions
-from keel.losses.policy import policy_term
-from keel.losses.recipes import get_loss
+from keel.losses.policy import LossInputs, PolicyTerm
+from keel.losses.recipes import declared_options, get_loss, resolve_limits
 from keel.losses.reductions import Denominators, count_denominators, divide, get_reduction, token_mean
 
 
@@ -67,6 +66,20 @@ class Objective:
 
     loss: Tensor
     metrics: dict[str, Metric]
+
+
+def policy_term(
+    loss: LossOptions, logp: Tensor, old_logp: Tensor | None, advantages: Tensor, mask: Tensor
+) -> PolicyTerm:
+    """The per-token policy loss `[B, T]`. On the batch's first update `old_logp` is None."""
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1)
+    if advantages.shape[0] != logp.shape[0] or advantages.shape[-1] not in (1, logp.shape[-1]):
+        raise KeelError(f"advantages has shape {tuple(advantages.shape)}, logp {tuple(logp.shape)}: give [B] or [B, T]")
+    old_logp = logp.detach() if old_logp is None else old_logp
+    advantages = advantages.to(logp.device).expand_as(logp)
+    inputs = LossInputs(logp, old_logp, advantages, mask, resolve_limits(loss))
+    return get_loss(loss.loss_type).term(inputs, declared_options(loss))
 
 
 def kl_term(

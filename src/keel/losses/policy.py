@@ -1,15 +1,63 @@
-"""Policy terms: `[B, T]` losses per token before reduction, one function per surrogate."""
+"""Policy terms: their inputs, and `[B, T]` losses per token before reduction, one function per surrogate."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from keel.base.errors import KeelError
+from keel.base.errors import unknown
 from keel.kl.ratios import clamp_straight_through, finite_floor, importance_ratio, log_ratio, select
-from keel.losses.inputs import LossInputs, PolicyTerm
-from keel.losses.options import LossOptions, SapoOptions, SharedLossOptions
-from keel.losses.recipes import declared_options, get_loss, resolve_limits
+from keel.losses.options import Limits, SapoOptions, SharedLossOptions
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The inputs of every policy loss, each `[B, T]`, and its clip limits.
+
+    `old_logp` is the old policy's log-probability. On a batch's first update it is the detached `logp`.
+    """
+
+    logp: Tensor
+    old_logp: Tensor
+    advantages: Tensor
+    mask: Tensor
+    limits: Limits
+
+    def ratio(self) -> Tensor:
+        """ρ = π/π_old per token or per sequence (`limits.level`)."""
+        if self.limits.level == "token":
+            return importance_ratio(self.logp, self.old_logp, self.mask)
+        if self.limits.level == "sequence":
+            return sequence_ratio(self.logp, self.old_logp, self.mask).expand_as(self.logp)
+        raise unknown("importance_sampling_level", self.limits.level, ["token", "sequence"])
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The loss per token `[B, T]`, its ratio, and the tokens that the clip affects (None without a clip)."""
+
+    loss: Tensor
+    ratio: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+
+    def clipped(self) -> tuple[Tensor, Tensor]:
+        """The tokens clipped from below and from above."""
+        none = torch.zeros_like(self.ratio, dtype=torch.bool)
+        return (
+            none if self.clipped_low is None else self.clipped_low,
+            none if self.clipped_high is None else self.clipped_high,
+        )
+
+
+def sequence_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """(Π_t ρ_t)^{1/|o|}, `[B, 1]`: GSPO's length-normalised sequence ratio."""
+    mean = -log_ratio(logp, old_logp, mask, clamp=None).d.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(
+        1
+    )
+    return clamp_straight_through(mean, 20.0)[0].exp()
 
 
 def policy_gradient(inputs: LossInputs, options: SharedLossOptions) -> PolicyTerm:
@@ -61,17 +109,3 @@ def sapo(inputs: LossInputs, options: SapoOptions) -> PolicyTerm:
     ratio = inputs.ratio()
     tau = torch.where(inputs.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg)
     return PolicyTerm(-torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages, ratio)
-
-
-def policy_term(
-    loss: LossOptions, logp: Tensor, old_logp: Tensor | None, advantages: Tensor, mask: Tensor
-) -> PolicyTerm:
-    """The per-token policy loss `[B, T]`. On the batch's first update `old_logp` is None."""
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(-1)
-    if advantages.shape[0] != logp.shape[0] or advantages.shape[-1] not in (1, logp.shape[-1]):
-        raise KeelError(f"advantages has shape {tuple(advantages.shape)}, logp {tuple(logp.shape)}: give [B] or [B, T]")
-    old_logp = logp.detach() if old_logp is None else old_logp
-    advantages = advantages.to(logp.device).expand_as(logp)
-    inputs = LossInputs(logp, old_logp, advantages, mask, resolve_limits(loss))
-    return get_loss(loss.loss_type).term(inputs, declared_options(loss))

@@ -12,14 +12,12 @@ from types import MappingProxyType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from keel.base.errors import KeelError, first_line, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.options import Options
-from keel.base.parts import parameters_of
-from keel.base.validation import read_options
+from keel.base.options import Options, read_options
+from keel.base.parts import import_object, is_import_path, parameters_of
 from keel.losses.options import Limits, LossOptions, SapoOptions, SharedLossOptions, check_mismatch
 
 if TYPE_CHECKING:
-    from keel.losses.inputs import LossInputs, PolicyTerm
+    from keel.losses.policy import LossInputs, PolicyTerm
 
 # A policy loss: a function of its inputs and options; the type of its second parameter declares the options.
 Term = Callable[["LossInputs", Any], "PolicyTerm"]

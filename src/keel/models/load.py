@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import make_part, part_arguments
-from keel.base.validation import read_options
+from keel.base.options import read_options
+from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.models.dropout import disable_dropout, has_dropout
 from keel.models.dtypes import DTYPES, check_bfloat16, has_bfloat16
 from keel.models.fuse import fuse_modules

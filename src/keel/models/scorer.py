@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object, is_import_path
+from keel.base.parts import import_object, is_import_path
 from keel.base.types import Scores
 from keel.models.head import at_least_fp32
 from keel.models.logprobs import FullScores

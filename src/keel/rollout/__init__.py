@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import lazy_attributes
+from keel.base import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.rollout.engine import Engine, EngineWrapper

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import make_part, part_arguments
+from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.rollout.options import EngineOptions, RolloutOptions
 from keel.rollout.vllm import check_vllm, vllm
 

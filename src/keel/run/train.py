@@ -57,10 +57,9 @@ from keel.trainer.checkpoint import (
     saved_state,
     step_of,
 )
-from keel.trainer.guards import guard_findings
 from keel.trainer.loop import Callback, Interrupt, TrainingJob, interruptible, train_loop
 from keel.trainer.memory import OutOfMemory, Remedy
-from keel.trainer.rollback import finish_rollback
+from keel.trainer.rollback import finish_rollback, guard_findings
 from keel.trainer.sft import DrawCount, sft
 from keel.trainer.state import State
 from keel.trainer.step import train_step

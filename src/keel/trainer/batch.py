@@ -17,9 +17,8 @@ from torch.nn import functional
 
 from keel.base.errors import KeelError
 from keel.base.types import Batch, Completion, Group, Problem
-from keel.kl.depth import occupied_bins, positions
 from keel.kl.exact import penalty_divergence
-from keel.kl.measure import MaskIndex
+from keel.kl.measure import MaskIndex, occupied_bins, positions
 from keel.models.fused_linear import cast_weights_once
 from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, frozen_head
 from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
@@ -75,7 +74,7 @@ class StepBatch:
     scores. `rejected` `[B]` marks completions above `kl.collect_max`. `unreported` is the share of sampled tokens
     without a log-probability from the engine; these tokens get no importance weight. `reported` names the
     log-probabilities that the engine returned for every token. `depth_bins` are the depth ranges that contain sampled
-    tokens (`keel.kl.depth`). `episode` `[B]` is the index of each row's episode, or None if each row is an episode.
+    tokens (`keel.kl.measure`). `episode` `[B]` is the index of each row's episode, or None if each row is an episode.
     """
 
     groups: tuple[Group, ...]

@@ -32,7 +32,7 @@ from keel.models.fingerprint import persistent_buffers
 from keel.models.sharding import copy_into, full_tensor, is_sharded
 from keel.reference import Reference
 from keel.reference.weights import unwrap
-from keel.trainer.card import model_card
+from keel.trainer.checkpoint_parts import load_optimizer, load_pending, optimizer_state, save_pending
 from keel.trainer.integrity import (
     MANIFEST,
     TRAINER,
@@ -44,9 +44,8 @@ from keel.trainer.integrity import (
     with_checksums,
 )
 from keel.trainer.integrity import STATE as RECORD
-from keel.trainer.moments import load_optimizer, optimizer_state
-from keel.trainer.pending import load_pending, save_pending
 from keel.trainer.state import State, TrainingRun
+from keel.trainer.summary import model_card
 
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
 MOMENTS = "optimizer"  # folder for torch.distributed.checkpoint, if moments are sharded

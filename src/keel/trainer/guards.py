@@ -1,6 +1,9 @@
-"""Guards against non-finite numbers, gradient spikes, an exceeded KL budget and rewards without signal.
+"""Guards against non-finite numbers, gradient spikes, an exceeded KL budget, rewards without signal and a KL at step 0.
 
-This module only computes on a step's numbers; `rollback.py` carries out the actions.
+This module only computes on a step's numbers; `rollback.py` carries out the actions. Before the first update, policy,
+reference and sampler are the same model, so their KL is rounding error. The check of step 0 detects a wrong kernel,
+mask or position in one of the passes. An error in both policy and reference leaves their KL at 0; the comparison with
+the sampler's log-probabilities detects it.
 """
 
 from __future__ import annotations
@@ -11,14 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from keel.base.errors import KeelError
+from keel.base.metrics import values
 from keel.base.types import Batch, Completion
 from keel.kl.options import KLBudget
 from keel.losses import MismatchOptions, centred
+from keel.models.dropout import has_dropout
+from keel.models.dtypes import matmul_eps
+from keel.models.head import causal_lm
+from keel.reference import Reference, starts_at_policy
 from keel.trainer.batch import StepBatch, rewards_of
+from keel.trainer.measure import measure_policy
 from keel.trainer.options import GuardLimits, GuardOptions
-from keel.trainer.state import State
+from keel.trainer.state import State, TrainingRun
 
 NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and how many a limit needs
 P95_FACTOR = 2.0  # limit of the 95th percentile, as a multiple of the limit of the mean
@@ -203,9 +214,9 @@ def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | N
         ("reference log-probability", rows.ref_logp),
         ("policy log-probability", rows.old_logp),
     )
-    for name, values in before:
-        if values is not None:
-            chosen = values[rows.action_mask] if values.shape == rows.action_mask.shape else values
+    for name, tensor in before:
+        if tensor is not None:
+            chosen = tensor[rows.action_mask] if tensor.shape == rows.action_mask.shape else tensor
             if not bool(chosen.isfinite().all()):
                 return name
     for name in ("loss/policy", "loss/kl", "loss/total"):
@@ -248,61 +259,96 @@ def _row(values: Tensor | None, row: int, length: int) -> Any:
     return values[row].tolist() if values.dim() == 1 else values[row, :length].tolist()
 
 
-def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The findings of the guards in a finished run: its stop and its rollbacks, read from the run's events."""
-    stops = [event for event in events if event.get("kind") == "stop"]
-    rollbacks = [event for event in events if event.get("kind") == "rollback"]
-    findings = []
-    if stops and events and _last(events) is stops[-1]:
-        code = str(stops[-1].get("code"))
-        findings.append(_finding(code, "error", _message(stops[-1])))
-    if rollbacks:
-        evidence = "; ".join(map(_message, rollbacks))
-        findings.append(_finding("guard/rolled-back", "warning", evidence))
-    return findings
-
-
-def _message(event: Mapping[str, Any]) -> str:
-    """An event's message, or a placeholder if it is missing: files may be edited or truncated."""
-    return str(event.get("message") or f"{event.get('kind')} at step {event.get('step', '?')}, without a message")
-
-
-def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The last stop, rollback or resume. A run that was resumed does not count as stopped."""
-    return next((event for event in reversed(events) if event.get("kind") in ("stop", "rollback", "resume")), None)
-
-
-_WHY = {
-    "optim/spike": (
-        "Several steps in a row had gradient norms far above the running median and were skipped: the scale of the "
-        "gradient has changed, or a few completions dominate every update.",
-        "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
-        "the new scale is intended.",
+_CHECKS = (
+    (
+        "kl/at-start",
+        ("kl/policy_ref/k3/mean", "kl/policy_ref/exact/mean"),
+        "policy and reference have equal weights but different log-probabilities: a kernel that is wrong at this "
+        "shape, a different mask or different positions in one pass, dropout, or a reference that is not the initial "
+        "policy",
     ),
-    "optim/non-finite": (
-        "Several steps in a row had a non-finite loss or gradient: overflow in the dtype, or a loss that divides by 0.",
-        "skipped/step-N.json names the first non-finite quantity; lower optim.learning_rate, or set "
-        "model.dtype=float32.",
+    (
+        "sampler/mismatch",
+        ("kl/sampler_policy/k3/mean",),
+        "the sampler's log-probabilities differ from the policy's: a wrong kernel, mask or position in the training "
+        "pass or in the engine, another temperature, weights that were not synced, or too low a precision",
     ),
-    "kl/at-start": (
-        "Policy and reference have equal weights before the first update, but their passes give different results.",
-        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
-    ),
-    "sampler/mismatch": (
-        "Before the first update the sampler's log-probabilities differ from the policy's training pass.",
-        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
-    ),
-    "kl/over-budget": (
-        "The KL grew faster than the KL penalty limits it.",
-        "Raise kl.beta or lower optim.learning_rate; if a larger KL is intended, raise kl.budget.max and resume.",
-    ),
-    "guard/rolled-back": (
-        "A guard rolled the run back to the last good checkpoint and lowered the learning rate.",
-        "The run continued. To avoid the rollback, start with the lower optim.learning_rate or a larger kl.beta.",
-    ),
-}
+)
 
 
-def _finding(code: str, severity: str, evidence: str) -> dict[str, Any]:
-    cause, advice = _WHY.get(code, ("A guard stopped the run.", "See the run's events.jsonl."))
-    return {"code": code, "severity": severity, "evidence": evidence, "cause": cause, "advice": advice}
+@dataclass(frozen=True)
+class Step0Limits:
+    """The largest KL (nats per token) that rounding explains; None disables the check."""
+
+    reference: float | None
+    sampler: float | None
+
+
+class Step0Mismatch(KeelError):
+    """Raised before the first update by `guards.on_step0_kl=stop`."""
+
+    def __init__(self, violations: Sequence[GuardViolation]) -> None:
+        super().__init__(violations[0].message)
+        self.violations = violations
+
+
+def check_step0(batch: StepBatch, run: TrainingRun, state: State) -> None:
+    """Raise before the first update if the passes disagree. With `guards.on_step0_kl=warn` the loop only logs it."""
+    if state.step == 0 and run.guards.on_step0_kl == "stop":
+        found = step0_differences(run.world.broadcast(values(measure_policy(batch, run))), run)
+        if found:
+            raise Step0Mismatch(found)
+
+
+def step0_differences(metrics: Mapping[str, float], run: TrainingRun) -> list[GuardViolation]:
+    """The violations in the metrics of the first step."""
+    engine = run.engine
+    native = engine.native or engine.shares_weights
+    limits = step0_limits(
+        run.policy.model,
+        run.reference,
+        run.limits,
+        amp_dtype=run.amp_dtype,
+        same_modules=engine.shares_weights,
+        weighed=not native and run.loss.mismatch.kind != "none",
+    )
+    advice = "next: keel doctor on the run's config.yaml, or guards.on_step0_kl=warn to continue training"
+    return step0_violations(metrics, limits, run.guards.on_step0_kl, advice)
+
+
+def step0_limits(
+    model: nn.Module,
+    reference: Reference | None,
+    limits: GuardLimits,
+    *,
+    amp_dtype: torch.dtype | None,
+    same_modules: bool,
+    weighed: bool,
+) -> Step0Limits:
+    """The limits of a run.
+
+    `same_modules` means that the sampler uses the policy's modules. `weighed` means that importance weights correct the
+    mismatch with the sampler. Dropout disables the check, because it changes the training pass. A user's own reference
+    may have other weights and is not checked.
+    """
+    if has_dropout(model):
+        return Step0Limits(None, None)
+    eps = matmul_eps(model) if amp_dtype is None else torch.finfo(amp_dtype).eps
+    quantized = getattr(causal_lm(model).config, "quantization_config", None) is not None
+    exact = eps <= torch.finfo(torch.float32).eps and not quantized
+    largest = limits.kl_at_start_fp32 if exact else limits.kl_at_start
+    rounded = limits.sampler_kl_error if weighed else limits.sampler_kl_warning
+    return Step0Limits(largest if starts_at_policy(reference) else None, largest if exact and same_modules else rounded)
+
+
+def step0_violations(
+    metrics: Mapping[str, float], limits: Step0Limits, action: str, advice: str
+) -> list[GuardViolation]:
+    """The violations of KLs above their limits. NaN is above any limit."""
+    found = []
+    for (code, names, causes), limit in zip(_CHECKS, (limits.reference, limits.sampler), strict=True):
+        name = next((n for n in names if limit is not None and not abs(metrics.get(n, 0.0)) <= limit), None)
+        if name is not None:
+            figure = f"{name} is {metrics[name]:.3g} nats per token before the first update, over {limit:g}"
+            found.append(GuardViolation(code, f"{figure}: {causes}; {advice}", action))
+    return found

@@ -23,9 +23,9 @@ from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.options import LogOptions
 from keel.loggers.rundir import SKIPPED
 from keel.trainer.checkpoint import clean, last_good, rewrite_state, save_checkpoint, step_of
-from keel.trainer.final import measure_final
 from keel.trainer.guards import (
     GuardViolation,
+    Step0Mismatch,
     budget_metric,
     final_violation,
     find_violation,
@@ -34,16 +34,16 @@ from keel.trainer.guards import (
     no_signal_events,
     sampler_events,
     skipped_record,
+    step0_differences,
     tool_error_event,
 )
 from keel.trainer.memory import OutOfMemory, evaluation_memory, free_frames
 from keel.trainer.options import CheckpointOptions, GuardOptions
-from keel.trainer.records import rollout_records, tracked_records
+from keel.trainer.records import measure_final, rollout_records, tracked_records
 from keel.trainer.rollback import roll_back, stop_at_last_good
 from keel.trainer.sample import wait_for_sampler
 from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import Step, train_step
-from keel.trainer.step0 import Step0Mismatch, step0_differences
 
 Record = dict[str, Any]
 Callback = Callable[[State, Mapping[str, float]], bool | None]

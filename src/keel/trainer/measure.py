@@ -19,8 +19,7 @@ from keel.base.world import World
 from keel.envs import Task
 from keel.envs.curriculum import has_signal
 from keel.kl import k3, log_ratio
-from keel.kl.depth import depth_metrics, positions
-from keel.kl.measure import kl_statistics, metric_of, prefix_gap
+from keel.kl.measure import depth_metrics, kl_statistics, metric_of, positions, prefix_gap
 from keel.losses import behaviour_logp, group_statistics, mismatch_ratio, zero_variance
 from keel.models.logprobs import FullScores
 from keel.models.segments import to_device

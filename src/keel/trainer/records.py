@@ -1,8 +1,9 @@
-"""Records of rollouts: texts, tokens, rewards, advantages, and the KL of every token."""
+"""Records of rollouts (texts, tokens, rewards, advantages, the KL of every token), and the KL of the final policy."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,12 +11,18 @@ from typing import Any
 
 import torch
 
+from keel.base.metrics import values
 from keel.base.types import Batch, Group, Problem
 from keel.envs import Task
+from keel.kl.measure import metric_of
 from keel.losses import advantages
-from keel.trainer.batch import StepBatch, pack_step, score_policy, score_reference
-from keel.trainer.measure import token_kl
-from keel.trainer.state import TrainingRun
+from keel.models.sharding import local_tensor
+from keel.trainer.batch import StepBatch, each_anchor, pack_step, score_policy, score_reference
+from keel.trainer.checkpoint import rng_state, set_rng_state
+from keel.trainer.measure import measure_policy, token_kl
+from keel.trainer.memory import StepMemory
+from keel.trainer.sample import sample_groups
+from keel.trainer.state import Anchor, State, TrainingRun, step_seed
 
 logger = logging.getLogger("keel")
 
@@ -121,3 +128,32 @@ def _messages(problem: Problem) -> list[dict[str, str]]:
     if isinstance(problem.prompt, str):
         return [{"role": "user", "content": problem.prompt}]
     return [dict(message) for message in problem.prompt]
+
+
+def measure_final(run: TrainingRun, state: State) -> dict[str, float]:
+    """Measure the current policy's KL on the rollouts of the next step.
+
+    `state` and the random states are unchanged, so a run that is extended later samples the same rollouts. Without a
+    reference, the weights are only checked for NaN and infinity.
+    """
+    finite = bool(torch.stack([local_tensor(p).isfinite().all() for p in run.optimizer.parameters]).all())
+    if run.world.any(not finite):
+        return {"logp/policy_mean": math.nan}
+    if all(anchor.reference is None for anchor in run.anchors):
+        return {}
+    before, memory = rng_state(), StepMemory(run, state.step)
+    try:
+        torch.manual_seed(step_seed(run.seed, state))
+        with memory("rollout"):
+            groups = sample_groups(run, run.collect, state.attempt, state.step, state.curriculum).groups
+        with memory("score"):
+            batch = each_anchor(pack_step(groups, run), run, lambda view, anchor: _scored(view, run, anchor))
+            measured = values(measure_policy(score_policy(batch, run), run))
+    finally:
+        set_rng_state(before)
+    prefixes = (*(metric_of("kl/policy_ref/", anchor.name) for anchor in run.anchors), "logp/policy_mean")
+    return {name: value for name, value in measured.items() if name.startswith(prefixes)}
+
+
+def _scored(view: StepBatch, run: TrainingRun, anchor: Anchor) -> StepBatch:
+    return view if anchor.reference is None else score_reference(view, run, anchor)

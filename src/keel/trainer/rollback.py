@@ -1,4 +1,4 @@
-"""Roll back to the last good checkpoint. The process may be killed at any time.
+"""Roll back to the last good checkpoint, and report rollbacks and stops. The process may be killed at any time.
 
 `rollback.json` in the run directory records the decision. Each part of a rollback can be repeated: log the event, move
 the abandoned log lines, remove later checkpoints, rewrite the checkpoint's state (next attempt, lower learning rate).
@@ -8,6 +8,7 @@ The file is removed last. If a resume finds it, the rollback is finished first.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,63 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
         )
     directory.sync()
     (directory.path / ROLLBACK).unlink(missing_ok=True)
+
+
+def guard_findings(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The findings of the guards in a finished run: its stop and its rollbacks, read from the run's events."""
+    stops = [event for event in events if event.get("kind") == "stop"]
+    rollbacks = [event for event in events if event.get("kind") == "rollback"]
+    findings = []
+    if stops and events and _last(events) is stops[-1]:
+        code = str(stops[-1].get("code"))
+        findings.append(_finding(code, "error", _message(stops[-1])))
+    if rollbacks:
+        evidence = "; ".join(map(_message, rollbacks))
+        findings.append(_finding("guard/rolled-back", "warning", evidence))
+    return findings
+
+
+def _message(event: Mapping[str, Any]) -> str:
+    """An event's message, or a placeholder if it is missing: files may be edited or truncated."""
+    return str(event.get("message") or f"{event.get('kind')} at step {event.get('step', '?')}, without a message")
+
+
+def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The last stop, rollback or resume. A run that was resumed does not count as stopped."""
+    return next((event for event in reversed(events) if event.get("kind") in ("stop", "rollback", "resume")), None)
+
+
+_WHY = {
+    "optim/spike": (
+        "Several steps in a row had gradient norms far above the running median and were skipped: the scale of the "
+        "gradient has changed, or a few completions dominate every update.",
+        "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
+        "the new scale is intended.",
+    ),
+    "optim/non-finite": (
+        "Several steps in a row had a non-finite loss or gradient: overflow in the dtype, or a loss that divides by 0.",
+        "skipped/step-N.json names the first non-finite quantity; lower optim.learning_rate, or set "
+        "model.dtype=float32.",
+    ),
+    "kl/at-start": (
+        "Policy and reference have equal weights before the first update, but their passes give different results.",
+        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
+    ),
+    "sampler/mismatch": (
+        "Before the first update the sampler's log-probabilities differ from the policy's training pass.",
+        "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
+    ),
+    "kl/over-budget": (
+        "The KL grew faster than the KL penalty limits it.",
+        "Raise kl.beta or lower optim.learning_rate; if a larger KL is intended, raise kl.budget.max and resume.",
+    ),
+    "guard/rolled-back": (
+        "A guard rolled the run back to the last good checkpoint and lowered the learning rate.",
+        "The run continued. To avoid the rollback, start with the lower optim.learning_rate or a larger kl.beta.",
+    ),
+}
+
+
+def _finding(code: str, severity: str, evidence: str) -> dict[str, Any]:
+    cause, advice = _WHY.get(code, ("A guard stopped the run.", "See the run's events.jsonl."))
+    return {"code": code, "severity": severity, "evidence": evidence, "cause": cause, "advice": advice}

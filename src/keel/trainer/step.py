@@ -42,12 +42,11 @@ from keel.trainer.batch import (
     score_reference,
     store_old_scores,
 )
-from keel.trainer.guards import over_budget, spike_limit, update_guard_state
+from keel.trainer.guards import check_step0, over_budget, spike_limit, update_guard_state
 from keel.trainer.measure import Clock, describe_groups, describe_staleness, describe_tasks, measure
 from keel.trainer.memory import StepMemory
 from keel.trainer.sample import next_rollouts, sample_ahead, sync_engine
 from keel.trainer.state import Anchor, Skipped, State, TrainingRun
-from keel.trainer.step0 import check_step0
 
 
 class Step(NamedTuple):

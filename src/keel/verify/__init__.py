@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from keel.base.lazy import lazy_attributes
+from keel.base import lazy_attributes
 
 if TYPE_CHECKING:
     from keel.verify.audit import audit
-    from keel.verify.check import Check
     from keel.verify.formula import load_callable, parse_formula
+    from keel.verify.oracle import Check
     from keel.verify.sections import SECTIONS, run
 else:
-    __getattr__ = lazy_attributes(__name__, "check audit formula sections")
+    __getattr__ = lazy_attributes(__name__, "audit formula oracle sections")
 
 __all__ = ["SECTIONS", "Check", "audit", "load_callable", "parse_formula", "run"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from keel.kl.custom import custom_estimator, is_custom, takes_ratio
-from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY, Fact, is_custom
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +20,7 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
     """
     if not is_custom(name):
         return ()
-    from keel.kl.estimators import call_checked  # these import torch
+    from keel.kl.estimators import call_checked, custom_estimator, takes_ratio  # these import torch
     from keel.verify.audit import audit
     from keel.verify.formula import checked_callable
 

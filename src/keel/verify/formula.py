@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object
-from keel.kl.custom import arity
-from keel.kl.estimators import call_checked
+from keel.base.parts import import_object
+from keel.kl.estimators import arity, call_checked
 from keel.verify.oracle import Formula
 
 NAMES = ("logp", "ref", "old")

@@ -10,16 +10,18 @@ from torch import Tensor
 from keel import kl
 from keel.kl.exact import Divergence, penalty_divergence
 from keel.kl.facts import FACTS, MEANINGS, POLICY_REF, REF_POLICY, Fact, over_vocabulary, parse_gradient
-from keel.verify.check import EXACT, Check, close
 from keel.verify.oracle import (
+    EXACT,
     JSD_WEIGHT,
     OFF,
     ON,
     TOP_K,
     Bandit,
+    Check,
     Formula,
     SequenceLoss,
     SequenceWorld,
+    close,
     gradient_in_loss,
     gradient_in_reward,
     random_bandits,

@@ -24,8 +24,7 @@ from keel.losses import (
     objective,
     with_policy_mask,
 )
-from keel.verify.check import EXACT, Check
-from keel.verify.oracle import OFF, ON, STALE, SequenceWorld, relative_error, sequence_world
+from keel.verify.oracle import EXACT, OFF, ON, STALE, Check, SequenceWorld, relative_error, sequence_world
 
 ONE = Denominators(1.0, 1.0, 1)  # with it, every reduction weights a token by 1 or by 1/length
 _SAMPLING = {ON: "on-policy", OFF: "off-policy", STALE: "stale samples"}

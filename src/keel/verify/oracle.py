@@ -1,4 +1,4 @@
-"""Exact enumeration: every expectation is a finite sum in float64, exact up to rounding."""
+"""Exact enumeration: every expectation is a finite sum in float64, exact up to rounding; and the result of a check."""
 
 from __future__ import annotations
 
@@ -12,6 +12,25 @@ from torch import Tensor
 
 from keel.kl import advantage_penalty, exact_kl, reward_penalty
 from keel.kl.exact import Divergence
+
+EXACT = 1e-10  # tolerance of enumeration in float64
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement, its measured and its expected value, and whether they agree."""
+
+    section: str
+    fact: str
+    measured: str
+    expected: str
+    ok: bool
+
+
+def close(measured: float, expected: float, digits: int) -> bool:
+    """Whether two numbers are equal to this number of decimal places."""
+    return abs(measured - expected) <= 0.5 * 10**-digits + 1e-12
+
 
 # A KL formula: (logp, ref, old) -> values of the same shape.
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -14,13 +14,14 @@ from keel.kl import KLOptions, k1, k2, k3, kl_score_loss
 from keel.kl.facts import POLICY_REF
 from keel.kl.measure import MaskIndex, kl_statistics, prefix_gap
 from keel.losses import LOSSES, Counts, LossOptions, MismatchOptions, mismatch_ratio, mismatch_weights, objective
-from keel.verify.check import EXACT, Check
 from keel.verify.losses import ONE, EnumeratedCompletions, completions
 from keel.verify.oracle import (
+    EXACT,
     OFF,
     ON,
     STALE,
     Bandit,
+    Check,
     random_bandits,
     relative_error,
     sequence_world,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from keel.verify.check import Check
 from keel.verify.gradients import gradients, sequence, sequence_facts
 from keel.verify.losses import losses
-from keel.verify.optimum import optimum
+from keel.verify.oracle import Check
 from keel.verify.samples import filters, stale
-from keel.verify.values import direction, gaussian, numerics, truncation
+from keel.verify.values import direction, gaussian, numerics, optimum, truncation
 
 SECTIONS: dict[str, Callable[[], list[Check]]] = {
     "Gaussian example, N(0,1) against N(m,1), by quadrature": gaussian,

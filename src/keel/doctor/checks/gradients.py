@@ -181,7 +181,7 @@ def skips(log: Log) -> CheckResults:
 def guards(log: Log) -> CheckResults:
     """The guards' own messages."""
     if any(event.get("kind") in ("stop", "rollback") for event in log.events):
-        from keel.trainer.guards import guard_findings
+        from keel.trainer.rollback import guard_findings
 
         for fields in guard_findings(log.events):
             if fields["code"] in CODES:  # a hand-made log may contain any code

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from keel.base.imports import is_import_path
+from keel.base.parts import is_import_path
 from keel.doctor.advice import no_penalty
 from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_term
 from keel.doctor.findings import Advice, Finding, finding, propose

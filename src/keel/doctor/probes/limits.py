@@ -9,7 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from keel.base.imports import is_import_path
+from keel.base.parts import is_import_path
 from keel.base.types import Group
 from keel.doctor.advice import either
 from keel.doctor.evidence import at_least, chance_above, level, more_groups

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keel.base.imports import import_object, is_import_path
+from keel.base.parts import import_object, is_import_path
 from keel.doctor.advice import either, setting
 from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding

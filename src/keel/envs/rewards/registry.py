@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from keel.base.errors import KeelError, unknown
-from keel.base.imports import import_object, is_import_path
-from keel.base.parts import part_arguments
+from keel.base.parts import import_object, is_import_path, part_arguments
 from keel.envs.answers import require_math_verify
 from keel.envs.base import Task
 from keel.envs.calls import is_async

@@ -13,9 +13,8 @@ import torch
 from transformers import TrainerCallback
 
 from keel.doctor.names import TRAINERS
-from keel.integrations.trl.checkpoint import good_checkpoints
-from keel.integrations.trl.records import rollout_records, skipped_record
-from keel.integrations.trl.window import Update, Window, gather, measure
+from keel.integrations.trl.rundir import good_checkpoints
+from keel.integrations.trl.window import Update, Window, gather, measure, rollout_records, skipped_record
 from keel.kl.measure import REFERENCE, controlled_kl
 from keel.trainer.guards import (
     GuardViolation,
@@ -25,11 +24,12 @@ from keel.trainer.guards import (
     no_signal_events,
     over_budget,
     spike_limit,
+    step0_limits,
+    step0_violations,
 )
 from keel.trainer.measure import peak_gib
 from keel.trainer.options import GuardLimits
 from keel.trainer.state import Skipped, State
-from keel.trainer.step0 import step0_limits, step0_violations
 
 logger = logging.getLogger("keel")
 

@@ -21,15 +21,15 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from keel.base.types import Scores
 from keel.base.world import World
-from keel.integrations.trl.checkpoint import load_state, save_state
-from keel.integrations.trl.notes import dropout_notes, notes_on
-from keel.integrations.trl.reference import is_needed, keeping_base, reference_of
-from keel.integrations.trl.rundir import KeelRunCallback
+from keel.integrations.trl.rundir import KeelRunCallback, load_state, save_state
 from keel.integrations.trl.scoring import (
     FORWARD,
     denominators,
     hidden_states,
+    is_needed,
+    keeping_base,
     of_completions,
+    reference_of,
     rows_of,
     with_exact_kl,
 )
@@ -37,7 +37,9 @@ from keel.integrations.trl.settings import (
     REDUCTIONS,
     check_args,
     controller,
+    dropout_notes,
     mismatch_of,
+    notes_on,
     pairing_of,
     settle,
 )

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from keel.base.errors import KeelError
-from keel.integrations.verl.unread import MODE, refuse_unread
+from keel.integrations.verl import MODE, refuse_unread
 from keel.integrations.versions import VERL
 
 Hook = Callable[[ModuleType], None]

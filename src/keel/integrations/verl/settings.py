@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import OmegaConf, open_dict
 
 from keel.base.errors import KeelError
-from keel.base.validation import read_options
-from keel.integrations.verl.unread import MODE
+from keel.base.options import read_options
+from keel.integrations.verl import MODE
 from keel.kl import BetaController, KLOptions, Pairing, check_kl, controller_from_options
 from keel.kl.facts import POLICY_REF
 from keel.verify.custom import estimator_facts

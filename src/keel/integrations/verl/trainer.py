@@ -20,9 +20,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 import keel
 from keel.base.errors import KeelError
 from keel.base.files import write_atomic
+from keel.integrations.verl import MODE, ReadsKeel
 from keel.integrations.verl.loss import REPORTED, KeelLoss, policy_config
 from keel.integrations.verl.settings import notes_on, settle
-from keel.integrations.verl.unread import MODE, ReadsKeel
 from keel.integrations.versions import VERL, VERL_WORKER_METHODS
 from keel.kl import KLOptions, KLState, measure_kl
 from keel.kl.measure import controlled_kl

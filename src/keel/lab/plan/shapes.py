@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from keel.base.errors import KeelError, first_line, unknown
-from keel.base.imports import import_object, is_import_path
+from keel.base.parts import import_object, is_import_path
 from keel.config import Config
 from keel.models.adapters import is_lora
 from keel.models.dropout import disable_dropout

@@ -33,7 +33,7 @@ from keel.lab.report.rollouts import (
     tokens_of,
     turns_of,
 )
-from keel.verify.check import Check
+from keel.verify.oracle import Check
 
 _ABOVE, _BELOW, _GROUND = (214, 96, 18), (37, 99, 195), (28, 30, 36)  # orange, blue, and their background
 _CONTEXT = Style(dim=True, italic=True)

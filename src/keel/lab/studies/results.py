@@ -14,11 +14,11 @@ from typing import Any
 
 from keel.base.errors import KeelError
 from keel.base.files import encode, one_line_errors, read_json, write_atomic
-from keel.base.lock import RunLock
 from keel.base.redact import masked
 from keel.config import Config, load_config
 from keel.doctor.runs import RunRecord, number, read_run
 from keel.lab.studies.grid import Measurements, Point, Study, fingerprint
+from keel.loggers.rundir import RunLock
 
 STUDY, POINTS, WARMSTARTS = "study.json", "points", "starts"
 LOG, OUTCOME, DRIFT = "log.txt", "outcome.json", "drift.json"

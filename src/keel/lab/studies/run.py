@@ -310,7 +310,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
 
 def wait_until_free(folder: Path) -> None:
     """Wait for a run of a study that was just killed to release its folder."""
-    from keel.base.lock import is_locked
+    from keel.loggers.rundir import is_locked
 
     deadline = time.monotonic() + RELEASE_S
     while is_locked(folder / ".lock") and time.monotonic() < deadline:

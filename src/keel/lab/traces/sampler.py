@@ -14,7 +14,7 @@ from keel.doctor.checks.sampler import growing
 from keel.doctor.findings import Finding
 from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.kl import k3, log_ratio
-from keel.kl.depth import mean_by_depth, occupied_bins, positions
+from keel.kl.measure import mean_by_depth, occupied_bins, positions
 from keel.lab.traces.tokens import Trace
 
 LEVEL = 1e-4  # probability of a false alarm over all candidates

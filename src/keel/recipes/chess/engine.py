@@ -23,8 +23,7 @@ import chess.engine
 from pydantic import Field
 
 from keel.base.errors import KeelError
-from keel.base.options import Options, PositiveFloat, PositiveInt
-from keel.base.validation import read_options
+from keel.base.options import Options, PositiveFloat, PositiveInt, read_options
 from keel.recipes.chess.format import LINES
 from keel.recipes.chess.rules import board_of, legal_moves
 

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from keel.base.errors import KeelError
-from keel.base.imports import import_object
+from keel.base.parts import import_object
 from keel.recipes.multihop.question import Document, Question
 from keel.recipes.multihop.score import normalise
 

@@ -24,7 +24,7 @@ from keel.doctor.subject import RELATIVE_NOISE, Budget, Power, Subject
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import perturbed_weights
 from keel.integrations.trl.preflight.trainer import patched, trainable
-from keel.integrations.trl.reference import policy_of
+from keel.integrations.trl.scoring import policy_of
 from keel.integrations.trl.settings import config_of
 from keel.integrations.trl.trainer import KeelGRPOTrainer
 from keel.models.adapters import is_lora

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from keel.base.errors import KeelError, first_line
-from keel.base.imports import import_object
+from keel.base.parts import import_object
 from keel.doctor.weights import backup
 from keel.integrations.versions import TRL
 

@@ -15,9 +15,9 @@ from trl.trainer.utils import split_tensor_dict
 
 from keel.doctor.findings import Finding, finding
 from keel.doctor.verdict import Outcome
-from keel.integrations.trl.checkpoint import load_state, save_state
 from keel.integrations.trl.preflight.subject import TrlSubject
 from keel.integrations.trl.preflight.trainer import patched
+from keel.integrations.trl.rundir import load_state, save_state
 from keel.kl import k3
 from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
