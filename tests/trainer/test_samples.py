@@ -14,6 +14,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
 from keel.envs.curriculum import Curriculum
+from keel.kl import KLState
 from keel.kl.measure import controlled_kl
 from keel.run.build import build_policy, build_run
 from keel.trainer.batch import pack_step, score_policy, score_reference
@@ -21,6 +22,7 @@ from keel.trainer.records import measure_final
 from keel.trainer.sample import sample_groups, wait_for_sampler
 from keel.trainer.state import State, TrainingRun
 from keel.trainer.step import Step, train_step
+from keel.trainer.summary import summarise
 from trainer.small import small_config
 
 SAMPLER_KL = {"kl/sampler_policy/k1/mean", "kl/sampler_policy/k3/mean"}
@@ -174,3 +176,18 @@ def test_an_engine_that_reports_nothing_is_counted_and_cannot_be_stale() -> None
     ) as caught:
         train_step(run, state)
     assert "\n" not in str(caught.value)
+
+
+def record(split: str, value: float) -> dict[str, object]:
+    return {"task": "countdown", "split": split, "pass@1": value, "ci95": [value, value]}
+
+
+def test_a_retention_task_of_the_same_name_does_not_take_its_place() -> None:
+    state = State(
+        kl=KLState(beta=0.0, base=0.0),
+        before=(record("trained", 0.1), record("retention", 0.7)),
+        evaluated=(record("trained", 0.2), record("retention", 0.9)),
+    )
+    summary = summarise("countdown", state)
+    assert (summary["accuracy"]["before"], summary["accuracy"]["after"]) == (0.1, 0.2)
+    assert summary["retention"] == {"countdown": {"before": 0.7, "after": 0.9}}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from keel.base.errors import KeelError
 from keel.base.json_http import RequestFailed, ask, below, check_reachable, shown
 from keel.models.loaded import LoadedModel
-from keel.reference.weights import NoSingleModel, Sharder
+from keel.reference.weights import FrozenWeights, NoSingleModel, Sharder
 
 TRIES = 6
 BACKOFF_S = 1.0
@@ -55,7 +55,7 @@ class KnownTokens:
         return logits.scatter_(-1, ids.long(), logp)[:, :-1]
 
 
-class ServerTeacher:
+class ServerTeacher(FrozenWeights):
     """A model behind `url`, an OpenAI-compatible endpoint such as http://host:8000/v1.
 
     `option` is the one that named it.
@@ -105,12 +105,6 @@ class ServerTeacher:
     def model(self) -> AbstractContextManager[nn.Module]:
         raise NoSingleModel(f"{self} is a server, which returns only log-probabilities: this needs the model itself")
 
-    def assign(self, policy: nn.Module) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
-    def blend(self, policy: nn.Module, alpha: float) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
     def tensors(self) -> dict[str, Tensor]:
         return {"probe": self._probe}
 
@@ -122,9 +116,6 @@ class ServerTeacher:
                 f"{self} gives log-probabilities that differ by {gap:.2g} nats per token from those of the saved run's "
                 "teacher: serve the model that the run started with"
             )
-
-    def backup(self) -> Callable[[], None]:
-        return lambda: None
 
     def fingerprint(self) -> str:
         return sha256(self.name.encode()).hexdigest()

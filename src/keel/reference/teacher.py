@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import sha256
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint
@@ -16,29 +16,10 @@ from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
 from keel.models.loaded import LoadedModel
 from keel.reference.base import RuleReference
-from keel.reference.weights import NoSingleModel, OffloadedTensors, Sharder, movable
+from keel.reference.weights import FrozenWeights, NoSingleModel, OffloadedTensors, Sharder, movable
 
 
-class _Frozen:
-    """Weights that never move. A checkpoint holds only their fingerprint, and a resume loads them again."""
-
-    def assign(self, policy: nn.Module) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
-    def blend(self, policy: nn.Module, alpha: float) -> None:
-        raise NotImplementedError("a teacher never becomes the policy")
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing to restore; the fingerprint check detects a changed model."""
-
-    def backup(self) -> Callable[[], None]:
-        return lambda: None
-
-
-class TeacherWeights(_Frozen):
+class TeacherWeights(FrozenWeights):
     """Another model's weights."""
 
     def __init__(self, teacher: LoadedModel, *, elsewhere: torch.device | None = None, offload: bool = False) -> None:
@@ -66,7 +47,7 @@ class TeacherWeights(_Frozen):
         sharder(self._model, offload=offloaded is not None)
 
 
-class TaskTeachers(_Frozen):
+class TaskTeachers(FrozenWeights):
     """The weights of several teachers, each for the problems of one task."""
 
     def __init__(self, by_task: Mapping[str, RuleReference]) -> None:

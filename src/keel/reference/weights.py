@@ -54,6 +54,25 @@ class ReferenceWeights(Protocol):
         """Shard weights that are a separate model over the processes, as the policy's."""
 
 
+class FrozenWeights:
+    """A teacher's weights, which never move. A checkpoint has only their fingerprint; a resume loads them again."""
+
+    def assign(self, policy: nn.Module) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def blend(self, policy: nn.Module, alpha: float) -> None:
+        raise NotImplementedError("a teacher never becomes the policy")
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Nothing to restore; the fingerprint check detects a changed model."""
+
+    def backup(self) -> Callable[[], None]:
+        return lambda: None
+
+
 def unwrap(model: nn.Module) -> Any:
     """The model inside a distributed wrapper."""
     inner = getattr(model, "module", None)

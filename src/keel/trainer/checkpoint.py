@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 import keel
-from keel.base.errors import KeelError
-from keel.base.files import write_atomic
+from keel.base.errors import KeelError, first_line
+from keel.base.files import sync_folder, write_atomic
 from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
@@ -80,7 +80,7 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             if target.exists():  # a step is saved again after a rollback
                 shutil.rmtree(target)
             temporary.rename(target)
-            _flush_folder(folder)
+            sync_folder(folder)
     world.barrier()
     return target
 
@@ -471,24 +471,8 @@ def _flush(folder: Path) -> None:
             with path.open("rb+") as file:
                 os.fsync(file.fileno())
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
-        _flush_folder(path)
-
-
-def _flush_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # some systems cannot open folders
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        sync_folder(path)
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)

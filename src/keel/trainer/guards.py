@@ -241,11 +241,11 @@ def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | 
                     "text": completion.text,
                     "reward": reward.total,
                     "parts": dict(reward.parts),
-                    "advantage": _row(rows.advantages, row, length),
-                    "kl_advantage": _row(rows.kl_advantages, row, length),
+                    "advantage": row_values(rows.advantages, row, length),
+                    "kl_advantage": row_values(rows.kl_advantages, row, length),
                     "sample_logp": list(completion.sample_logp),
-                    "old_logp": _row(rows.old_logp, row, length),
-                    "ref_logp": _row(rows.ref_logp, row, length),
+                    "old_logp": row_values(rows.old_logp, row, length),
+                    "ref_logp": row_values(rows.ref_logp, row, length),
                     "stop_reason": completion.stop_reason,
                 }
             )
@@ -253,7 +253,8 @@ def skipped_record(batch: StepBatch, metrics: Mapping[str, float], cause: str | 
     return {"first_nonfinite": cause, "metrics": dict(metrics), "completions": completions}
 
 
-def _row(values: Tensor | None, row: int, length: int) -> Any:
+def row_values(values: Tensor | None, row: int, length: int) -> Any:
+    """A row of values `[B]` or `[B, T]`, without its padding."""
     if values is None:
         return None
     return values[row].tolist() if values.dim() == 1 else values[row, :length].tolist()

@@ -18,6 +18,7 @@ from keel.base.world import World
 from keel.kl import importance_ratio, k3, log_ratio
 from keel.kl.measure import MaskIndex, depth_metrics, kl_statistics, occupied_bins, positions
 from keel.losses.mismatch import behaviour_logp, kl_behaviour_logp
+from keel.trainer.guards import row_values
 from keel.trainer.records import token_texts
 
 T = TypeVar("T", Batch, Scores, "Pass")
@@ -251,11 +252,11 @@ def skipped_record(passes: Sequence[Pass], tokenizer: Any) -> list[dict[str, Any
             "tokens": (tokens := _tokens(part, index)),
             "action": part.batch.action_mask[index, : len(tokens)].tolist(),
             "text": tokenizer.decode(tokens),
-            "advantage": _row(part.batch.advantages, index, len(tokens)),
-            "sample_logp": _row(part.inputs.get("sampling_per_token_logps"), index, len(tokens)),
-            "old_logp": _row(part.batch.old_logp, index, len(tokens)),
-            "logp": _row(part.scores.logp, index, len(tokens)),
-            "ref_logp": _row(part.batch.ref_logp, index, len(tokens)),
+            "advantage": row_values(part.batch.advantages, index, len(tokens)),
+            "sample_logp": row_values(part.inputs.get("sampling_per_token_logps"), index, len(tokens)),
+            "old_logp": row_values(part.batch.old_logp, index, len(tokens)),
+            "logp": row_values(part.scores.logp, index, len(tokens)),
+            "ref_logp": row_values(part.batch.ref_logp, index, len(tokens)),
         }
         for part in passes
         for index in range(len(part.batch.action_mask))
@@ -297,9 +298,3 @@ def _token_kl(part: Pass, index: int, length: int) -> list[float] | None:
         return None
     values = (part.scores.logp - part.batch.ref_logp).where(part.batch.action_mask, 0.0)
     return [round(value, 5) for value in values[index, :length].tolist()]
-
-
-def _row(values: Tensor | None, index: int, length: int) -> Any:
-    if values is None:
-        return None
-    return values[index].tolist() if values.dim() == 1 else values[index, :length].tolist()
