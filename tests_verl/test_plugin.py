@@ -44,7 +44,8 @@ def test_another_version_is_said_and_verl_refuses_the_mode():
     """verl swallows what a plugin raises, so that the line goes to the log, too."""
     other = "import importlib.metadata as m; v = m.version; m.version = lambda n: '0.10.2' if n == 'verl' else v(n); "
     output = run(other + ASK)
-    assert "verl 0.10.2 is none that keel.integrations.verl was tested with (0.9): pip install 'verl==0.9.*'" in output
+    assert "verl 0.10.2" in output
+    assert "pip install 'verl==0.9.*'" in output
     assert "Unknown trainer 'keel_sync'" in output
 
 
@@ -54,7 +55,7 @@ def test_a_tested_version_is_taken():
 
 def test_another_version_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(versions, "version", lambda name: "0.8.0")
-    with pytest.raises(KeelError, match=r"^verl 0.8.0 is none .*\(0\.9\): pip install 'verl==0\.9\.\*'$"):
+    with pytest.raises(KeelError, match=r"verl 0.8.0 .*\(0\.9\): pip install 'verl==0\.9\.\*'$"):
         VERL.check_version()
 
 

@@ -276,7 +276,7 @@ def test_another_beta_begins_anew_and_is_said(rows, queue, tmp_path, caplog):
     saved(rows, tmp_path, *DUAL)
     with caplog.at_level(logging.WARNING, "keel"):
         trainer = resumed(rows, tmp_path, "+keel.kl.beta=0.3", DUAL[1])
-    assert "β begins anew, at 0.3" in caplog.text
+    assert "at 0.3" in caplog.text
     assert trainer.keel_state.beta == 0.3
 
 
@@ -284,7 +284,7 @@ def test_another_beta_begins_anew_and_is_said(rows, queue, tmp_path, caplog):
 def test_a_broken_file_is_refused(rows, queue, tmp_path, text):
     saved(rows, tmp_path, *DUAL)
     (tmp_path / "global_step_3" / "keel.json").write_text(text)
-    with pytest.raises(KeelError, match=r"keel.json cannot be read .*put it back"):
+    with pytest.raises(KeelError, match=r"keel.json cannot be read"):
         resumed(rows, tmp_path, *DUAL)
 
 
@@ -296,7 +296,7 @@ def test_a_beta_that_is_no_number_is_refused(rows, queue, tmp_path, beta):
     record = json.loads(path.read_text())
     record["state"]["beta"] = float(beta)
     path.write_text(json.dumps(record))
-    with pytest.raises(KeelError, match=r"keel.json cannot be read \(.*beta is .*\): put it back") as refused:
+    with pytest.raises(KeelError, match=r"keel.json cannot be read \(.*beta is .*\)") as refused:
         resumed(rows, tmp_path, *DUAL)
     assert "\n" not in str(refused.value)
     record["state"]["beta"] = trainer.keel_state.beta
@@ -327,7 +327,7 @@ AGGREGATE = "actor_rollout_ref.actor.loss_agg_mode"
 REFUSED = {
     "no beta": ((), r"kl.beta is not given"),
     "nothing to do": (("+keel.kl.beta=0.0", "+keel.kl.measure_every=0"), r"kl.measure_every=1"),
-    "a section": (("+keel.guards.on_nans=stop", "+keel.kl.beta=0.1"), r"^keel.guards is not done inside verl.*leave"),
+    "a section": (("+keel.guards.on_nans=stop", "+keel.kl.beta=0.1"), r"^keel.guards .*verl.*leave"),
     "no section": (("+keel=0.1",), r"^keel is 0.1: expected a section"),
     "no section kl": (("+keel.kl=0.1",), r"^keel.kl is 0.1: expected a section"),
     "a sum of sequences": (
@@ -339,13 +339,13 @@ REFUSED = {
     "a pairing": (("+keel.kl.beta=0.1", "+keel.kl.estimator=k1", "+keel.kl.gradient=plain"), r"regularises nothing"),
     "k3 in the advantage": (("+keel.kl.beta=0.1", "+keel.kl.placement=advantage"), r"use estimator=k1"),
     "k3 in the reward": (("+keel.kl.beta=0.1", "+keel.kl.placement=reward"), r"kl.estimator=k1"),
-    "a clamp in the reward": ((*REWARD, "+keel.kl.log_ratio_clamp=5"), r"kl.log_ratio_clamp has no place"),
-    "exact": (("+keel.kl.beta=0.1", "+keel.kl.estimator=exact"), r"log-probabilities alone"),
-    "a budget": (("+keel.kl.beta=0.1", "+keel.kl.budget=0.5"), r"kl.budget is not done inside verl"),
-    "collect_max": (("+keel.kl.beta=0.1", "+keel.kl.collect_max=0.5"), r"kl.collect_max is not done"),
+    "a clamp in the reward": ((*REWARD, "+keel.kl.log_ratio_clamp=5"), r"kl.log_ratio_clamp"),
+    "exact": (("+keel.kl.beta=0.1", "+keel.kl.estimator=exact"), r"kl.estimator=k3 and kl.exact=false"),
+    "a budget": (("+keel.kl.beta=0.1", "+keel.kl.budget=0.5"), r"kl.budget .*verl"),
+    "collect_max": (("+keel.kl.beta=0.1", "+keel.kl.collect_max=0.5"), r"kl.collect_max .*verl"),
     "verl's loss": (("+keel.kl.beta=0.1", "actor_rollout_ref.actor.use_kl_loss=True"), r"use_kl_loss=False"),
     "verl's reward": (("+keel.kl.beta=0.1", "algorithm.use_kl_in_reward=True"), r"\+keel.kl.placement=reward"),
-    "distillation": (("+keel.kl.beta=0.1", "distillation.enabled=True"), r"distillation has a loss of its own"),
+    "distillation": (("+keel.kl.beta=0.1", "distillation.enabled=True"), r"distillation .*False"),
     "a reduction": (("+keel.kl.beta=0.1", f"{AGGREGATE}=mean"), r"loss_agg_mode=mean"),
     "a mode": (("+keel.kl.beta=0.1", "trainer.v1.trainer_mode=sync"), r"set keel_sync"),
 }
@@ -366,7 +366,7 @@ SAID = {
         "1/length",
     ),
     "deviation": (REWARD, "norm_adv_by_std_in_grpo"),
-    "bypass": (("+keel.kl.beta=0.1", "algorithm.rollout_correction.bypass_mode=True"), "steers β, is the sampler's"),
+    "bypass": (("+keel.kl.beta=0.1", "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode"),
     "rejection": (("+keel.kl.beta=0.1", "algorithm.rollout_correction.rollout_rs=token_k1"), "rejected tokens"),
     "filters": (("+keel.kl.beta=0.1", "actor_rollout_ref.rollout.top_p=0.9"), "top_p"),
 }

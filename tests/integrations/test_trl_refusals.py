@@ -41,7 +41,7 @@ def test_refused_fp16(tmp_path, monkeypatch, by):
     if by == "launcher":
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     args = arguments(tmp_path, fp16=by == "argument")
-    with pytest.raises(KeelError, match=r"^fp16 has a scaler .*set bf16=True"):
+    with pytest.raises(KeelError, match=r"^fp16.*set bf16=True"):
         check_args(args)
 
 
@@ -56,7 +56,7 @@ def test_refused_launchers(tmp_path, monkeypatch, plugin):
 def test_refused_deepspeed_configuration(tmp_path):
     args = arguments(tmp_path)
     args.deepspeed = {"zero_optimization": {"stage": 2}}
-    with pytest.raises(KeelError, match="DeepSpeed owns its gradients"):
+    with pytest.raises(KeelError, match="DeepSpeed"):
         check_args(args)
 
 
@@ -78,9 +78,9 @@ def test_refused_async(tmp_path):
         (0.1, KLOptions(estimator="k1", gradient="plain"), None, "zero"),
         (0.1, KLOptions(placement="reward", estimator="k1"), None, "kl.placement=advantage"),
         (0.1, KLOptions(collect_max=1.0), None, "kl.collect_max"),
-        (0.1, KLOptions(budget={"max": 1.0, "action": "rollback"}), None, "rollback is not done inside TRL"),
-        (0.1, None, GuardOptions(on_nans="rollback"), "rollback is not done inside TRL"),
-        (0.1, None, GuardOptions(max_rollbacks=2), "guards.max_rollbacks is of rollbacks"),
+        (0.1, KLOptions(budget={"max": 1.0, "action": "rollback"}), None, "rollback.*TRL"),
+        (0.1, None, GuardOptions(on_nans="rollback"), "rollback.*TRL"),
+        (0.1, None, GuardOptions(max_rollbacks=2), "guards.max_rollbacks"),
         (0.1, {"estimater": "k2"}, None, "kl.estimater.*kl.estimator"),
         (0.1, {"beta": -1}, None, "kl.beta"),
         (0.1, 0.04, None, "kl is a float: give a KLOptions"),
@@ -103,7 +103,7 @@ def test_beta_comes_from_either_place():
 @pytest.mark.parametrize("installed", ["1.15.2", "1.17.0", "2.0.0"])
 def test_an_untested_version_is_refused(monkeypatch, installed):
     monkeypatch.setattr(versions, "version", lambda name: installed)
-    with pytest.raises(KeelError, match=rf"TRL {installed} .*tested with \(1\.16\)"):
+    with pytest.raises(KeelError, match=rf"TRL {installed}.*\(1\.16\)"):
         TRL.check_version()
 
 
@@ -158,7 +158,7 @@ def dropping():
 def test_a_kl_that_decides_is_not_measured_under_dropout(tmp_path, options, reference, named):
     more = {"peft_config": dropping(), "reference": {"kind": reference}}
     kl = KLOptions(beta=0.1, **options)
-    with pytest.raises(KeelError, match=rf"{named} goes by .*p=0\.1\).*set disable_dropout=True") as refusal:
+    with pytest.raises(KeelError, match=rf"{named} .*p=0\.1\).*set disable_dropout=True") as refusal:
         notes_of(tmp_path, kl, more=more)
     assert "\n" not in str(refusal.value)
     assert not notes_of(tmp_path, kl, more={**more, "peft_config": dropping()}, disable_dropout=True)

@@ -202,8 +202,8 @@ def test_problems_that_are_no_demonstrations_are_replaced(mixed: bool) -> None:
         assert after[: len(fit)] == fit
     assert odd.drawn - odd.skipped == 32
     assert odd.notes == [
-        f"warm start: {odd.skipped} of {odd.drawn} problems that were drawn are no demonstrations by their task and "
-        "were left out, others took their place"
+        f"warm start: the task marks {odd.skipped} of {odd.drawn} drawn problems as unusable for SFT; other problems "
+        "replace them"
     ]
 
 
@@ -225,7 +225,7 @@ def test_a_run_notes_what_its_warm_start_left_out(tmp_path: Path, command: Any) 
     overrides = [f"run.dir={tmp_path}", f"task={{name: '{__name__}:odd_sums'}}", "warmstart.steps=2", "run.max_steps=1"]
     result = command(small_config(*overrides))
     notes = [json.loads(line).get("message", "") for line in (result.directory / "events.jsonl").open()]
-    assert sum("no demonstrations by their task" in str(note) for note in notes) == 1
+    assert sum("unusable for SFT" in str(note) for note in notes) == 1
 
 
 @pytest.mark.parametrize("column", ["prompt", "completion"])

@@ -62,7 +62,7 @@ def peers() -> Iterator[Peer]:
             yield Peer(name, None, reason="not installed")
             continue
         if minor(installed) not in tested:
-            yield Peer(name, installed, reason=f"Keel knows the functions of version {', '.join(tested)} alone")
+            yield Peer(name, installed, reason=f"Keel supports only version {', '.join(tested)}")
             continue
         try:
             yield Peer(name, installed, tuple(_rows(name, installed, where)))
@@ -82,7 +82,7 @@ def _rows(name: str, installed: str, where: str) -> Iterator[PeerTermResult]:
             ) from None
         except (AttributeError, TypeError, KeyError, ValueError) as error:
             raise KeelError(
-                f"{name} {installed}: its functions are not those that Keel knows "
+                f"{name} {installed}: its functions differ from those that Keel supports "
                 f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')})"
             ) from None
         yield from (examine_term(name, installed, term) for term in terms)

@@ -40,7 +40,7 @@ class Bridge:
             raise KeelError(f"{self.module} needs {self.peer}: pip install {self.install}") from None
         if minor(installed) not in self.tested:
             raise KeelError(
-                f"{self.peer} {installed} is none that {self.module} was tested with ({', '.join(self.tested)}): "
+                f"{self.module} was not tested with {self.peer} {installed} ({', '.join(self.tested)}): "
                 f"pip install '{self.peer.lower()}=={self.tested[-1]}.*'"
             )
         return installed

@@ -1,6 +1,7 @@
 """The run directory: the files that training writes and all other tools read.
 
-`JsonlLogger`, the primary logger, writes its JSON lines.
+`JsonlLogger`, the primary logger, writes its JSON lines. `RunLock` admits one writer: the kernel releases it when its
+holder dies.
 """
 
 from __future__ import annotations
@@ -34,61 +35,6 @@ from keel.loggers.base import Logger
 
 _WAIT_S = 0.2  # `is_locked` in another process holds a shared lock for an instant
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
-
-
-class RunLock:
-    """Held from construction to `release`; the pid in the file is for the error message."""
-
-    def __init__(self, path: Path) -> None:
-        self._lock = FileLock(
-            path, _WAIT_S, thread_local=False, preserve_lock_file=True, fallback_to_soft=False, on_acquired=_write_pid
-        )
-        with one_line_errors(f"cannot write {path}"):
-            try:
-                self._lock.acquire()
-            except Timeout:
-                raise _in_use(path) from None
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:  # without locks, trust the user
-                    raise
-
-    def release(self) -> None:
-        """Release the lock; safe to call twice, and in a forked child, which holds no lock."""
-        self._lock.release(force=True)
-
-
-def _write_pid(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, str(os.getpid()).encode())
-
-
-def _in_use(path: Path) -> KeelError:
-    holder = path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
-    if holder == str(os.getpid()):
-        return KeelError(f"{path.parent} is already open in this process (pid {holder}); close it first")
-    return KeelError(
-        f"{path.parent} is in use by another process (pid {holder}); wait for it or choose another run.name"
-    )
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process holds this lock. Needs no write permission and changes nothing."""
-    import fcntl  # POSIX only; RunLock does not need it
-
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not block each other
-    except (BlockingIOError, PermissionError):  # the second on a few file systems
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
-    return False
-
 
 CONFIG = "config.yaml"
 ENV = "env.json"
@@ -340,3 +286,57 @@ class JsonlLogger(Logger):
         """Append to events.jsonl."""
         details = {name: value for name, value in fields.items() if name not in ("step", "time")}
         self._run.append(EVENTS, {"step": fields.get("step"), "kind": kind, "time": fields.get("time"), **details})
+
+
+class RunLock:
+    """Held from construction to `release`; the pid in the file is for the error message."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = FileLock(
+            path, _WAIT_S, thread_local=False, preserve_lock_file=True, fallback_to_soft=False, on_acquired=_write_pid
+        )
+        with one_line_errors(f"cannot write {path}"):
+            try:
+                self._lock.acquire()
+            except Timeout:
+                raise _in_use(path) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:  # without locks, trust the user
+                    raise
+
+    def release(self) -> None:
+        """Release the lock; safe to call twice, and in a forked child, which holds no lock."""
+        self._lock.release(force=True)
+
+
+def _write_pid(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+
+
+def _in_use(path: Path) -> KeelError:
+    holder = path.read_text(encoding="ascii", errors="replace").strip() or "unknown"
+    if holder == str(os.getpid()):
+        return KeelError(f"{path.parent} is already open in this process (pid {holder}); close it first")
+    return KeelError(
+        f"{path.parent} is in use by another process (pid {holder}); wait for it or choose another run.name"
+    )
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds this lock. Needs no write permission and changes nothing."""
+    import fcntl  # POSIX only; RunLock does not need it
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not block each other
+    except (BlockingIOError, PermissionError):  # the second on a few file systems
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False

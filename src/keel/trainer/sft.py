@@ -62,8 +62,8 @@ class DrawCount:
         """Notes for the user."""
         if not self.skipped:
             return []
-        counts = f"{self.skipped} of {self.drawn} problems that were drawn are"
-        return [f"warm start: {counts} no demonstrations by their task and were left out, others took their place"]
+        counts = f"{self.skipped} of {self.drawn} drawn problems"
+        return [f"warm start: the task marks {counts} as unusable for SFT; other problems replace them"]
 
 
 def sft(

@@ -93,7 +93,7 @@ class SyncCheck(TrainerCallback):
         """Store the digests again: TRL may have loaded the best checkpoint, which it does not sync."""
         self.note()
         if self.ledger is not None and not self.results:
-            logger.warning("SyncCheck compared nothing: this trainer asks vLLM for completions in a way of its own")
+            logger.warning("SyncCheck compared nothing: this trainer requests vLLM's completions by another method")
 
 
 def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,6 +43,10 @@ from keel.run.train import collect_findings, write_run_report
 from keel.trainer.state import State
 from keel.trainer.summary import summarise
 
+logger = logging.getLogger("keel")
+PROMPTS = "prompts.jsonl"  # some of the dataset's prompts, for `keel kl RUN`
+NUM_PROMPTS = 64
+MAX_SKIPPED_FILES = 20  # largest number of skipped batches kept for inspection
 STATE, REFERENCE = "keel.json", "keel_reference.pt"
 STILL = ("frozen", "adapter_off")  # kinds of references that never move, so their weights need not be saved
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -97,8 +101,8 @@ def load_state(
     for name, now in (options or {}).items():
         if name in before and before[name] != now:
             raise KeelError(
-                f"{name} was {before[name]!r} in {folder} and is {now!r} now: resume with what it was, or start a new "
-                "run from that checkpoint with model=…"
+                f"{name} was {before[name]!r} in {folder} and is {now!r} now: resume with the saved value, or start a "
+                "new run from that checkpoint with model=…"
             )
     if saved["start"] != start:
         raise KeelError(
@@ -131,12 +135,6 @@ def good_checkpoints(output_dir: Path, confirmed: int) -> Iterator[Path]:
             record: Any = json.loads((path / STATE).read_text(encoding="utf-8"))
             if State.from_dict(record["state"]).good:
                 yield path
-
-
-logger = logging.getLogger("keel")
-PROMPTS = "prompts.jsonl"  # some of the dataset's prompts, for `keel kl RUN`
-NUM_PROMPTS = 64
-MAX_SKIPPED_FILES = 20  # largest number of skipped batches kept for inspection
 
 
 class KeelRunCallback(TrainerCallback):

@@ -73,7 +73,7 @@ def check_args(args: Any) -> None:
         )
     if args.deepspeed or _launched_with("DEEPSPEED"):
         raise KeelError(
-            "DeepSpeed owns its gradients, so that no update could be skipped: launch without it (DDP by accelerate "
+            "Keel cannot skip updates under DeepSpeed, which holds the gradients: launch without it (DDP by accelerate "
             "or torchrun), or train with keel train and parallel.sharding=full"
         )
     if args.fsdp or _launched_with("FSDP"):
@@ -83,12 +83,12 @@ def check_args(args: Any) -> None:
         )
     if args.mixed_precision == "fp16":
         raise KeelError(
-            "fp16 has a scaler that skips updates by itself, which would count as broken ones, and Keel was not run "
-            "with it: set bf16=True, or train in fp32 with bf16=False"
+            "fp16 is not supported inside TRL: its scaler also skips updates, which Keel would count as non-finite; "
+            "set bf16=True, or train in fp32 with bf16=False"
         )
     if any(part in str(_plain(args.optim)) for part in ("lomo", "layerwise")):
         raise KeelError(
-            f"optim={_plain(args.optim)} updates while it goes back, so that no update could be skipped: use another"
+            f"optim={_plain(args.optim)} updates during the backward pass, so Keel cannot skip an update: use another"
         )
     if args.use_liger_kernel:
         raise KeelError("use_liger_kernel was not tested with Keel's KL term: set use_liger_kernel=False")
@@ -148,25 +148,29 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
     """Refuse options that only Keel's own trainer has."""
     if kl.placement == "reward":
         raise KeelError(
-            "kl.placement=reward is not done inside TRL, whose rewards are out of reach: use kl.placement=advantage, "
-            "which comes after the division by the group's deviation"
+            "kl.placement=reward is not supported inside TRL, whose rewards Keel cannot change: use "
+            "kl.placement=advantage, which is after the division by the group's deviation"
         )
     if kl.teacher is not None:
         raise KeelError(
-            "kl.teacher is not done inside TRL, which has one reference: make the teacher that, with reference.model, "
-            "or train with keel train"
+            "kl.teacher is not supported inside TRL, which has one reference: name the teacher in reference.model, or "
+            "train with keel train"
         )
     teacher = reference.params.get("model")
     if isinstance(teacher, Mapping):
-        raise KeelError("reference.model with a teacher a task is not done inside TRL: name one teacher for all tasks")
+        raise KeelError(
+            "reference.model with a teacher per task is not supported inside TRL: name one teacher for all tasks"
+        )
     if teacher is not None and is_server(teacher):
-        raise KeelError("reference.model as a server is not done inside TRL: name a model, or train with keel train")
+        raise KeelError(
+            "reference.model as a server is not supported inside TRL: name a model, or train with keel train"
+        )
     if reference.params.get("device", "auto") != "auto":
-        raise KeelError("reference.device is not done inside TRL, which places models itself: leave it out")
+        raise KeelError("reference.device is not supported inside TRL, which places models itself: leave it out")
     if kl.collect_max is not None:
-        raise KeelError("kl.collect_max is not done inside TRL: leave it out, or train with keel train")
+        raise KeelError("kl.collect_max is not supported inside TRL: leave it out, or train with keel train")
     if kl.budget is not None and kl.budget.action == "rollback":
-        raise KeelError("kl.budget.action=rollback is not done inside TRL: use stop or warn")
+        raise KeelError("kl.budget.action=rollback is not supported inside TRL: use stop or warn")
     if kl.measure_every == 0 and reference.kind == "kl_triggered":
         raise KeelError("reference.kind=kl_triggered needs the measured KL, but kl.measure_every is 0: set it to 1")
 
@@ -174,11 +178,11 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
 def _guards(guards: GuardOptions) -> GuardOptions:
     """The guards. Runs inside TRL cannot roll back, so `on_nans` defaults to stop."""
     for name in sorted({"max_rollbacks", "recovery_lr_factor"} & guards.model_fields_set):
-        raise KeelError(f"guards.{name} is of rollbacks, which are not done inside TRL: leave it out")
+        raise KeelError(f"guards.{name} is about rollbacks, which are not supported inside TRL: leave it out")
     if "on_nans" not in guards.model_fields_set:
         return guards.model_copy(update={"on_nans": "stop"})
     if guards.on_nans == "rollback":
-        raise KeelError("guards.on_nans=rollback is not done inside TRL: use stop or warn")
+        raise KeelError("guards.on_nans=rollback is not supported inside TRL: use stop or warn")
     return guards
 
 
@@ -190,7 +194,7 @@ def several_updates(args: Any) -> bool:
 def pairing_of(kl: KLOptions, args: Any) -> Pairing:
     """The checked pairing under TRL's loss."""
     if args.loss_type not in REDUCTIONS:
-        raise KeelError(f"loss_type={args.loss_type} is none that Keel knows the reduction of: {', '.join(REDUCTIONS)}")
+        raise KeelError(f"Keel does not support loss_type={args.loss_type}: use one of {', '.join(REDUCTIONS)}")
     return kl.pairing(REDUCTIONS[args.loss_type], off_policy=several_updates(args), facts=estimator_facts(kl.estimator))
 
 
@@ -278,8 +282,8 @@ def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
     notes = [pairing.note] if kl.penalizes and pairing.expected_gradient != POLICY_REF else []
     if kl.penalizes and kl.placement == "loss" and args.importance_sampling_level == "sequence":
         notes.append(
-            "importance_sampling_level=sequence is the policy term's alone: the KL term weighs by the token's ratio, "
-            "where TRL's own takes the sequence's"
+            "importance_sampling_level=sequence applies to the policy term only: the KL term is weighted by the "
+            "token's ratio, TRL's own KL term by the sequence's"
         )
     if args.mask_truncated_completions:
         notes.append(
@@ -295,18 +299,18 @@ def _sampling_notes(args: Any) -> list[str]:
     notes = []
     if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):
         notes.append(
-            "top_p, top_k or min_p cut the sampled distribution, and transformers' generation does not say by how "
-            "much: the KL, its penalty and its budget are of what is left; training is meant for 1.0, 0 and 0.0"
+            "top_p, top_k or min_p truncate the sampled distribution, and transformers' generation does not report "
+            "the removed mass: KL, penalty and budget are biased; use 1.0, 0 and 0.0 in training"
         )
     if args.repetition_penalty != 1:
         notes.append(
-            f"repetition_penalty={args.repetition_penalty:g} samples from another distribution than the policy's, "
-            "which the KL is of: training is meant for 1.0"
+            f"repetition_penalty={args.repetition_penalty:g} changes the sampling distribution, but the KL is computed "
+            "for the policy's own: use 1.0 in training"
         )
     if shaping := [name for name in given if name in SHAPING]:
         notes.append(
-            f"generation_kwargs has {', '.join(shaping)}: samples are drawn from another distribution than the "
-            "policy's, which the KL is of"
+            f"generation_kwargs has {', '.join(shaping)}, which changes the sampling distribution, but the KL is "
+            "computed for the policy's own"
         )
     return notes
 
@@ -326,7 +330,7 @@ def dropout_notes(settings: TrlSettings, model: nn.Module) -> list[str]:
     for option, decides in deciding.items():
         if decides:
             raise KeelError(
-                f"{option} goes by the measured KL, and with dropout on ({where}) policy and reference differ by its "
-                "noise alone: set disable_dropout=True in GRPOConfig, and dropouts of the model's configuration to 0"
+                f"{option} depends on the measured KL, to which dropout ({where}) adds noise: set disable_dropout=True "
+                "in GRPOConfig, and the dropouts of the model's configuration to 0"
             )
     return [f"dropout is on ({where}): policy and reference differ from the first step, so the KL does not start at 0"]
