@@ -88,8 +88,8 @@ def is_as_asked(folder: Path, wheel: Path | None, dtype: str | None) -> bool:
 
 def convert(gguf: Path, into: Path, dtype: str) -> None:
     """Dequantise the file into a transformers folder."""
-    from keel.models.dtypes import DTYPES
     from keel.models.gguf import load_gguf
+    from keel.models.precision import DTYPES
 
     model, tokenizer = load_gguf(gguf, dtype=DTYPES[dtype])
     model.save_pretrained(into)

@@ -11,9 +11,9 @@ from keel.kl import exact_kl
 from keel.models import fingerprint, prefix_attention
 from keel.models.head import body_of, head_of
 from keel.models.load import load_model
-from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
+from keel.models.scorer import hidden_states, score_tokens
 from keel.reference.kinds import build_reference
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine

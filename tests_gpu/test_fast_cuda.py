@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 from transformers import models as zoo
 
 from keel.base.types import Completion, Group, Problem
-from keel.models import chunked, fuse, gated_kernels, prefix_kernels
+from keel.models import chunked, fuse, layer_kernels
 from keel.models.chunked import StatsOptions, token_stats
 from keel.models.flash_prefix import TorchKernels, flash_attend
 from keel.models.fuse import fuse_modules
-from keel.models.gated_kernels import gated_silu
 from keel.models.head import Head, body_of
-from keel.models.logprobs import score_tokens
+from keel.models.layer_kernels import gated_silu
 from keel.models.pack import pack
 from keel.models.prefix_attention import RecomputeContext, use_prefix_attention
+from keel.models.scorer import score_tokens
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native import kernels
 from keel.rollout.native.cache import Prefix, SharedPrefixCache
@@ -120,13 +120,13 @@ def test_what_stands_around_the_flash_calls_equals_its_formulas(heads, kv_heads,
     in_completion = normal(501) > 0
     more_lse[:, ~in_completion] = torch.inf  # as flash kernels leave it where there is no key
     for mine, formula in (
-        (prefix_kernels.rotate(q, k, v, cos, sin), TorchKernels.rotate(q, k, v, cos, sin)),
+        (layer_kernels.rotate(q, k, v, cos, sin), TorchKernels.rotate(q, k, v, cos, sin)),
         (
-            prefix_kernels.join(more_q, lse, q.contiguous(), more_lse, in_completion),
+            layer_kernels.join(more_q, lse, q.contiguous(), more_lse, in_completion),
             TorchKernels.join(more_q, lse, q, more_lse, in_completion),
         ),
         (
-            prefix_kernels.add_gradients(tuple(x.contiguous() for x in (q, k, v)), (more_q, more_k, more_k), cos, sin),
+            layer_kernels.add_gradients(tuple(x.contiguous() for x in (q, k, v)), (more_q, more_k, more_k), cos, sin),
             TorchKernels.add_gradients((q, k, v), (more_q, more_k, more_k), cos, sin),
         ),
     ):
@@ -190,7 +190,7 @@ def compiled(*jitted):
 def test_new_lengths_compile_nothing_after_the_second_step():
     model = model_of("llama")
     fuse_modules(model)
-    modules = (chunked._kernels(), prefix_kernels, gated_kernels)
+    modules = (chunked._kernels(), layer_kernels)
     kernels = [x for module in modules for x in vars(module).values() if hasattr(x, "device_caches")]
     counts = []
     for step in range(6):

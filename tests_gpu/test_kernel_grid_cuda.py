@@ -11,7 +11,7 @@ import racing
 import torch
 import triton
 
-from keel.models import flash_prefix, gated_kernels, prefix_kernels, vocab_kernels
+from keel.models import flash_prefix, layer_kernels, vocab_kernels
 from keel.models.flash_prefix import TorchKernels
 from keel.models.head import Head
 from keel.models.pack import pack
@@ -56,7 +56,7 @@ class WithWarps:
 @pytest.fixture(params=WARPS, ids=lambda warps: f"{warps}-warps")
 def warps(request, monkeypatch):
     """All kernels with so many warps."""
-    for module in (prefix_kernels, gated_kernels, vocab_kernels, kernels):
+    for module in (layer_kernels, vocab_kernels, kernels):
         for name, value in list(vars(module).items()):
             if name.endswith("_kernel") and isinstance(value, triton.JITFunction):
                 monkeypatch.setattr(module, name, WithWarps(value, request.param))
@@ -101,7 +101,7 @@ def test_parts_of_a_softmax_are_joined(heads, kv_heads, size, warps):
     def truth(out, lse, more, more_lse, in_completion):
         return TorchKernels.join(out.float(), lse, more.float(), more_lse, in_completion)
 
-    check(prefix_kernels.join, truth, parts_of_attention(heads, size, torch.bfloat16))
+    check(layer_kernels.join, truth, parts_of_attention(heads, size, torch.bfloat16))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -115,7 +115,7 @@ def test_queries_and_keys_are_rotated_and_their_gradients_back(heads, kv_heads, 
         return joint.split(counts, dim=1), more, *tables
 
     def forward(parts, more, cos, sin):
-        return prefix_kernels.rotate(*parts, cos, sin)
+        return layer_kernels.rotate(*parts, cos, sin)
 
     def forward_truth(parts, more, cos, sin):
         return TorchKernels.rotate(*(x.float() for x in parts), cos, sin)
@@ -126,7 +126,7 @@ def test_queries_and_keys_are_rotated_and_their_gradients_back(heads, kv_heads, 
         def backward(parts, more, cos, sin, adds=adds, rotates=rotates):
             tables = (cos, sin) if rotates else (None, None)
             whole = tuple(x.contiguous() for x in parts)
-            return prefix_kernels.add_gradients(whole, more if adds else None, *tables)
+            return layer_kernels.add_gradients(whole, more if adds else None, *tables)
 
         def backward_truth(parts, more, cos, sin, adds=adds, rotates=rotates):
             tables = (cos, sin) if rotates else (None, None)
@@ -210,7 +210,7 @@ def test_gated_activations_and_their_gradients(width, joint, warps):
     def compute(gate, up, grad):
         inputs = (torch.cat((gate, up), dim=-1),) if joint else (gate, up)
         inputs = tuple(x.detach().requires_grad_() for x in inputs)
-        out = gated_kernels.gated_silu(*inputs)
+        out = layer_kernels.gated_silu(*inputs)
         gradients = torch.autograd.grad(out, inputs, grad)
         return out.detach(), *(gradients[0].split(width, dim=-1) if joint else gradients)
 

@@ -15,9 +15,9 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fuse_modules
-from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.memory import free_bytes, measure_pass_bytes
 from keel.models.pack import pack
+from keel.models.scorer import hidden_states, score_tokens
 from keel.run.build import build_policy, build_run
 from keel.trainer import memory
 from keel.trainer.state import State

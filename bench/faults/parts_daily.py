@@ -16,7 +16,7 @@ from faults.healthy import school_of
 from faults.references import Held, copied, has_full_reference, has_reference, reference_fault
 from faults.scorers import is_scored_natively, logits_of, picked, right, scorer_fault
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import ScoreRows
 
 Config = Mapping[str, Any]

@@ -17,7 +17,7 @@ from faults.references import Held, copied, has_full_reference, reference_fault
 from faults.scorers import TEMPERATURES, is_scored_natively, right, scorer_fault
 from keel.base.types import Completion
 from keel.losses import LossInputs, PolicyTerm
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import ScoreRows
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine

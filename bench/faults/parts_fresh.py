@@ -28,7 +28,7 @@ from faults.engines import (
 from faults.references import Held, copied, has_adapter_reference, has_full_reference, reference_fault
 from faults.scorers import is_scored_natively, logits_of, picked, right, scorer_fault
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import ScoreRows
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine

@@ -15,7 +15,7 @@ from faults.base import edited, is_float32, lookalike, operator, option, path_of
 from faults.engines import layer_of
 from keel.models.fingerprint import fingerprint
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 
 Config = Mapping[str, Any]
 

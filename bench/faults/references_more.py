@@ -16,7 +16,7 @@ from faults.models_more import RANK, before_tuning, tuned_adapter
 from faults.references import Held, Moving, copied, has_adapter_reference, has_full_reference, reference_fault
 from faults.school import CACHE
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 
 Config = dict[str, Any]
 

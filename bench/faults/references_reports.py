@@ -13,7 +13,7 @@ from faults.base import edited, lookalike, operator, path_of
 from faults.models import folder_of, loaded
 from faults.references import Held, Moving, copied, has_adapter_reference, has_full_reference, reference_fault
 from faults.school import CACHE, cached, digest, version_of
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 
 Config = dict[str, Any]
 VERSION = version_of(__file__)

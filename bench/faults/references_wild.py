@@ -22,7 +22,7 @@ from faults.references import (
     reference_fault,
 )
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 
 # Another model
 

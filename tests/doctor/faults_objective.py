@@ -16,7 +16,7 @@ from keel.base.types import Problem, Reward
 from keel.kl.controllers import KLState
 from keel.losses import LossOptions
 from keel.losses.policy import LossInputs, PolicyTerm, clipped
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 
 # Losses
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from keel.base.types import Problem, Reward
 from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import ScoreRows
 
 

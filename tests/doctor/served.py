@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout import EngineWrapper
 from keel.rollout.options import RolloutOptions
+from keel.rollout.registry import vllm
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.rollout.vllm import vllm
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, model_facts
+from keel.rollout.vllm.engine import Drawing, Row, Sampled, model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.transfer import Part, adapter_of, read_weights
 

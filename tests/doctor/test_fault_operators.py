@@ -25,7 +25,7 @@ from keel.losses import LossInputs
 from keel.losses.policy import Limits
 from keel.losses.recipes import declared_options, get_loss
 from keel.models.load import load_model
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import ScoreRows
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine

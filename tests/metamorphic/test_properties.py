@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from keel.base.types import Completion, Group
 from keel.config import load_config
-from keel.models import logprobs
+from keel.models import scorer
 from keel.rollout import Request, SamplingParams
 from keel.run.train import run_training
 from keel.trainer import batch as batch_module
@@ -145,7 +145,7 @@ def test_a_step_is_the_same_however_memory_cuts_it(chosen, rollouts, fitting, ev
         return gradients[0], {name: value for name, value in metrics.items() if not name.startswith(timed)}
 
     gradient, metrics = step(None)
-    with patch.object(batch_module, "split", cut), patch.object(logprobs, "default_chunk", lambda *_: chunk):
+    with patch.object(batch_module, "split", cut), patch.object(scorer, "default_chunk", lambda *_: chunk):
         other_gradient, other_metrics = step(fitting)
     assert same(gradient, other_gradient)
     assert other_metrics == pytest.approx(metrics, rel=1e-3, abs=1e-4, nan_ok=True)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import probe_packing
 from keel.models.rope import reset_rope
+from keel.models.scorer import score_tokens
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.decode import SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
 from keel.rollout.native.engine import NativeEngine
@@ -185,7 +185,7 @@ longer ones) and samples from it (rows of different lengths that end at differen
 log-probability is compared with the model's own plain forward of the same context alone. None may be further from it
 than {tolerance} nats; what cannot be right is refused by name when it is loaded.
 
-- **scored** `packed`: the prompt once a group; `padded`: one row a completion, where the model computes shared rows
+- **scored** `packed`: the prompt once a group; `padded`: one row per completion, where the model computes shared rows
   wrongly or does not take positions.
 - **sampled** `llama step`: Keel's own decode step for Llama-shaped models; `shared prompts`: the model's forward
   over one copy of each prompt; `own cache`: the prompt once a row and transformers' own cache; `read again …`: that
@@ -220,7 +220,7 @@ def rows_of(text: str) -> dict[str, tuple[str, str]]:
 
 def _reason(note: str) -> str:
     """The reasons without numbers that differ from one machine to the next."""
-    plain = re.sub(r" by up to \S+ nats| by \S+ of their spread|: one row a completion", "", note)
+    plain = re.sub(r" by up to \S+ nats| by \S+ of their spread|: one row per completion", "", note)
     plain = re.sub(r" are off by \S+ from", " differ from", plain)
     return re.sub(r" \(best guess[^)]*\)", "", plain).replace("|", "/")
 

@@ -13,8 +13,8 @@ from transformers import models as zoo
 from keel.models import fuse
 from keel.models.flash_prefix import Kernels, flash_attend
 from keel.models.head import body_of
-from keel.models.logprobs import hidden_states_in_one_pass
 from keel.models.prefix_attention import RowStructure, small_rows
+from keel.models.scorer import hidden_states_in_one_pass
 
 from .test_flash_prefix import backward, forward
 

@@ -26,8 +26,8 @@ from keel.models import fingerprint, load_model
 from keel.models.dropout import disable_dropout
 from keel.models.head import body_of
 from keel.models.load import cast_parameters, resolve_dtype
-from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
+from keel.models.scorer import score_tokens
 from keel.models.tiny import tiny_model, tiny_tokenizer
 
 from .packing_cases import make_groups, naive_logp

@@ -17,8 +17,8 @@ from keel.base.errors import KeelError
 from keel.kl.exact import jsd, topk_kl, topk_kl_unbiased
 from keel.models.chunked import Divergence, StatsOptions, token_stats
 from keel.models.head import Head, frozen_head, head_of
-from keel.models.logprobs import hidden_states, score_hidden, score_tokens
 from keel.models.pack import microbatches, pack
+from keel.models.scorer import hidden_states, score_hidden, score_tokens
 
 from .packing_cases import (
     RAGGED,

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from keel.base.types import Completion, Group, Problem
 from keel.models.chunked import LOGIT_BYTES, default_chunk
-from keel.models.logprobs import hidden_states
 from keel.models.memory import LiveBytes, PassBytes, fitting_tokens, measure_pass_bytes
 from keel.models.pack import pack
+from keel.models.scorer import hidden_states
 
 GIB = 2**30
 
@@ -46,7 +46,7 @@ def group(prompt: int, *lengths: int) -> Group:
 
 CASES = {
     "llama": (llama, nullcontext, True),
-    "one row a completion": (llama, nullcontext, False),
+    "one row per completion": (llama, nullcontext, False),
     "mixed precision": (llama, in_bfloat16, True),
     "gpt2": (gpt2, nullcontext, True),
     "recomputed": (recomputing, nullcontext, True),

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem, Reward
-from keel.models.logprobs import score_tokens
 from keel.models.pack import _bins, microbatches, pack
+from keel.models.scorer import score_tokens
 
 from .packing_cases import RAGGED, make_completion, make_groups
 
@@ -278,7 +278,7 @@ def test_a_column_of_padding_changes_no_score(shared: bool, monkeypatch: pytest.
     model = LlamaForCausalLM(LlamaConfig(vocab_size=60, num_key_value_heads=1, **sizes)).eval()
     packed = pack([Group(Problem("", ""), (4, 5, 6), (completion(7, 8), completion(9, 8, 7)))], 0, shared_prefix=shared)
     expected = score_tokens(model, packed).logp
-    monkeypatch.setattr("keel.models.logprobs.padding_columns", lambda ids: 1)
+    monkeypatch.setattr("keel.models.scorer.padding_columns", lambda ids: 1)
     found = score_tokens(model, packed).logp
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected)

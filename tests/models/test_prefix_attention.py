@@ -13,8 +13,8 @@ from transformers import models as zoo
 from keel.base.types import Completion, Group, Problem
 from keel.models import prefix_attention
 from keel.models.head import body_of
-from keel.models.logprobs import score_tokens
 from keel.models.pack import PackedBatch, pack
+from keel.models.scorer import score_tokens
 
 SIZES = {
     "vocab_size": 50,

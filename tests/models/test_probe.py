@@ -9,10 +9,10 @@ import torch
 
 from keel.base.errors import KeelError
 from keel.models.head import head_of
-from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, position_switches, probe_packing
 from keel.models.rope import LengthRegimes, length_regimes
+from keel.models.scorer import score_tokens
 from keel.models.tokenizer import context_length
 
 from .architectures import Variant, build
@@ -32,7 +32,7 @@ def test_models_that_pack_rightly_pass(name: str, dtype: torch.dtype) -> None:
 def test_models_that_do_not_are_caught(name: str, dtype: torch.dtype) -> None:
     result = probe_packing(make_model(name).to(dtype))
     assert not result.ok
-    assert "one row a completion" in result.reason
+    assert "one row per completion" in result.reason
     assert "\n" not in result.reason
 
 

@@ -99,5 +99,5 @@ def test_what_cannot_work_is_refused_before_a_model_loads(words, message):
 
 def test_a_wrong_shape_is_one_line():
     run = run_of(f"model.scorer={__name__}:narrow")
-    with pytest.raises(KeelError, match=r"one value a token of the completion"):
+    with pytest.raises(KeelError, match=r"one value per token of the completion"):
         train_step(run, State(kl=run.controller.init()))

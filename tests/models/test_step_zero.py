@@ -10,8 +10,8 @@ import torch
 from keel.kl import measure_kl
 from keel.models import load_model
 from keel.models.head import frozen_head
-from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
+from keel.models.scorer import hidden_states, score_tokens
 from keel.reference.kinds import build_reference
 
 from .packing_cases import gradients, make_groups

@@ -1,4 +1,4 @@
-"""The built-in model: its size, its tokenizer's round trip, its determinism."""
+"""The built-in models: size, round trip of the tokenizers, equal weights for equal seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keel.models import load_model
-from keel.models.tiny import CHARACTERS, tiny_model, tiny_tokenizer
+from keel.models.tiny import CHARACTERS, tiny_model, tiny_tokenizer, word_model, word_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
@@ -61,3 +61,35 @@ def test_it_saves_and_loads_as_any_other_model(tmp_path: Path) -> None:
         expected = loaded.model(input_ids=ids).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids).logits, expected)
         assert torch.equal(load_model(str(tmp_path), device="cpu").model(input_ids=ids).logits, expected)
+
+
+WORDS = ("What", "is", "?", "<answer>", "</answer>", "#", "12", ".")
+BY_WORD = word_tokenizer(WORDS)
+LINES = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4).map(" ".join), min_size=1, max_size=4)
+
+
+@given(LINES, st.sampled_from(["\n", "\n\n"]))
+def test_known_words_come_back(lines: list[str], between: str) -> None:
+    text = between.join(lines)
+    tokens = BY_WORD.encode(text, add_special_tokens=False)
+    assert BY_WORD.decode(tokens) == text
+    assert len(tokens) == sum(len(line.split()) for line in lines) + len(between) * (len(lines) - 1)
+
+
+def test_other_words_are_unknown_and_the_template_is_used() -> None:
+    assert BY_WORD.encode("What nonsense", add_special_tokens=False)[1] == BY_WORD.unk_token_id
+    chat = BY_WORD.apply_chat_template([{"role": "user", "content": "What is 12 ?"}], add_generation_prompt=True)
+    tokens = chat["input_ids"] if hasattr(chat, "keys") else chat
+    assert BY_WORD.unk_token_id not in tokens
+    assert len(tokens) == 1 + 1 + 4 + 1 + 1
+
+
+def test_equal_seeds_give_equal_word_models() -> None:
+    first, again = (word_model(WORDS, seed=3)[0].state_dict() for _ in range(2))
+    assert all((first[name] == again[name]).all() for name in first)
+
+
+def test_smaller_shapes() -> None:
+    model, tokenizer = word_model(WORDS, layers=2, width=64)
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.head_dim) == (2, 64, 16)
+    assert model.get_input_embeddings().weight.shape == (len(tokenizer), 64)

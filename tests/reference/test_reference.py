@@ -18,8 +18,8 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
 from keel.models import LoadedModel, fingerprint, load_model
 from keel.models.head import frozen_head
-from keel.models.logprobs import hidden_states, score_tokens
 from keel.models.pack import pack
+from keel.models.scorer import hidden_states, score_tokens
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.reference.kinds import KINDS, build_reference, check_reference
 from keel.reference.weights import OffloadedTensors

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from keel.base.types import Group, Problem
-from keel.models.logprobs import score_tokens
 from keel.models.pack import pack, right_pad
 from keel.models.probe import probe_packing
+from keel.models.scorer import score_tokens
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from keel.base.errors import KeelError
 from keel.base.types import Problem
-from keel.models.control_tokens import ControlTokens
+from keel.models.tokenizer import ControlTokens
 from keel.rollout.render import Renderer
 
 from .tokenizers_offline import BUILDS, FAMILIES, MARKERS, built

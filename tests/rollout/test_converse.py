@@ -19,9 +19,9 @@ from keel.envs import Episode, Task
 from keel.envs.judge import Judge
 from keel.rollout import Request, SamplingParams, Turn
 from keel.rollout.collect import Collector
-from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.engine import NativeEngine
+from keel.rollout.native.scheduler import DecodeBatch
 from keel.rollout.render import Renderer
 from keel.rollout.request import OpenRow
 

@@ -16,14 +16,13 @@ from safetensors.torch import load_file
 
 from keel.config import load_config
 from keel.models import load_model
-from keel.models.low_rank import low_rank
+from keel.models.lora import low_rank
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native import fused, graph
-from keel.rollout.native.batch import DecodeBatch
 from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.native.fused import are_contiguous, join_projections
-from keel.rollout.native.scheduler import bucket, buckets
+from keel.rollout.native.scheduler import DecodeBatch, bucket, buckets
 from keel.rollout.native.state import KEY_BLOCK, PROMPT_PARTS, prompt_items
 from keel.rollout.registry import build_engine
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
-from keel.models.logprobs import score_tokens
 from keel.models.pack import pack
 from keel.models.probe import local_windows, probe_packing
+from keel.models.scorer import score_tokens
 from keel.rollout import Request, SamplingParams
 from keel.rollout.native.choose import _cases, _verified_length, choose_decoder
 from keel.rollout.native.engine import NativeEngine

@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.rollout import Request, SamplingParams
 from keel.rollout.engine import Interrupted
 from keel.rollout.native.engine import NativeEngine
-from keel.rollout.stops import StopStrings
+from keel.rollout.request import StopStrings
 
 from . import shapes
 

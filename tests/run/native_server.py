@@ -23,7 +23,7 @@ import yaml
 from keel.base.parts import import_object
 from keel.base.watchdog import exit_with_parent
 from keel.models.tokenizer import context_length, vocabulary_digest
-from keel.rollout.vllm.rows import Drawing, Row, Sampled
+from keel.rollout.vllm.engine import Drawing, Row, Sampled
 from keel.rollout.vllm.service import Service
 from rollout.vllm.servers import PlainBackend
 

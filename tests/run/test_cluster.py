@@ -19,7 +19,7 @@ import uvicorn
 import yaml
 
 from keel.cli import main
-from keel.rollout.vllm import PLACEHOLDER_URL
+from keel.rollout.registry import PLACEHOLDER_URL
 from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
 from keel.run.cluster.train import serve_options, server_overrides

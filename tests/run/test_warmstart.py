@@ -15,7 +15,7 @@ import keel
 from keel.config import load_config
 from keel.doctor.keel_subject import build_subject
 from keel.models.fingerprint import fingerprint
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.run import warmstart
 from keel.run.build import build_policy, build_warmstart
 from keel.run.warmstart import CACHE_SWITCH, WarmstartResult, cached_sft

@@ -61,9 +61,8 @@ def serve(
     ] = None,
 ) -> None:
     from keel.envs.endpoint import SECRET
-    from keel.models.adapters import is_lora
-    from keel.models.dtypes import DTYPES
-    from keel.models.head import causal_lm
+    from keel.models.head import causal_lm, is_lora
+    from keel.models.precision import DTYPES
     from keel.rollout.options import RolloutOptions, VllmOptions
     from keel.rollout.registry import build_engine, check_rollout
     from keel.rollout.vllm.transfer import checkpoint_weights, save_shards

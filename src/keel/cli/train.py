@@ -154,7 +154,7 @@ def _watched(config: Any, port: int | None) -> AbstractContextManager[None]:
 
 
 def _on_ray(on: str, arguments: list[str], args: list[str], nproc: int, *, resume: bool, print_config: bool) -> int:
-    from keel.rollout.vllm import PLACEHOLDER_URL
+    from keel.rollout.registry import PLACEHOLDER_URL
     from keel.run.cluster.train import server_overrides
 
     given = args if nproc == 1 else [*args, f"ray.trainers={nproc}"]

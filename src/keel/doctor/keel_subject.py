@@ -26,7 +26,7 @@ from keel.doctor.thresholds import Thresholds, load_thresholds
 from keel.envs import Task
 from keel.envs.judge import Judge
 from keel.envs.rewards import RewardPart
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.rollout import Engine
 from keel.rollout.render import Renderer
 from keel.rollout.request import Request, Turn

@@ -17,7 +17,7 @@ from keel.doctor.rendering import survives
 from keel.envs import Episode, Task
 from keel.envs.base import play_turns
 from keel.envs.episode import Reply
-from keel.rollout.stops import StopStrings
+from keel.rollout.request import StopStrings
 
 # Limits on replays of a user's environment: 80 plays and 10 s in all. Tests of episode endings have their own share
 # (8 plays, and 16 more plays of single turns in 5 s).

@@ -20,7 +20,7 @@ from keel.config import Config
 from keel.doctor.findings import Options
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.weights import Text, each_logits, perturbed_weights, row_logits, vocabulary_size
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.pack import right_pad
 from keel.rollout.sampling import SamplingParams
 

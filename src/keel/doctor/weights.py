@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.models.head import causal_lm, evaluating
-from keel.models.loaded import LoadedModel
-from keel.models.pack import padded_mask, padding_columns
+from keel.models.options import LoadedModel
+from keel.models.scorer import padded_mask, padding_columns
 
 _MAX_ELEMENTS = 50_000_000  # limit of tokens × vocabulary in memory
 SPARE_TIMES = 4  # memory for copies, gradients and moments, in multiples of the weights

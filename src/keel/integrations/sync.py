@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.adapters import is_lora
-from keel.models.head import causal_lm
+from keel.models.head import causal_lm, is_lora
 from keel.models.sharding import full_tensor
 from keel.rollout.engine import StaleWeights
 from keel.rollout.vllm.transfer import PartDigests, adapter_of, checkpoint_weights

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from keel.models.adapters import adapter_layers, adapter_prefixes, effective_adapters
+from keel.models.head import adapter_layers, adapter_prefixes, effective_adapters
 from keel.models.sharding import full_tensor
 from keel.models.splitmix import GOLDEN, mix
 
-_ROW = 1 << 15  # 64-bit words a row; one sum is kept for each row
+_ROW = 1 << 15  # 64-bit words per row; each row has one sum
 _BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}  # words hashed at a time: fits a CPU cache, fills a GPU
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from keel.models.head import at_least_fp32
-from keel.models.segments import Segments
+from keel.models.pack import Segments
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines [N, D] of the tokens' positions
 
@@ -203,6 +203,6 @@ class TorchKernels:
 def _rotate_and_join(like: Tensor) -> Any:
     if not like.is_cuda or not has_triton():
         return TorchKernels
-    from keel.models import prefix_kernels
+    from keel.models import layer_kernels
 
-    return prefix_kernels
+    return layer_kernels

@@ -21,8 +21,8 @@ from keel.models.chunked import fused_stats_unsupported_reason
 from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason, has_triton
 from keel.models.fused_linear import fused_linears
 from keel.models.head import at_least_fp32, body_of, head_of
-from keel.models.low_rank import is_lora_linear, lora_forward, trial_adapters
-from keel.models.noise import Errors, errors_of, estimated, judge
+from keel.models.lora import is_lora_linear, lora_forward, trial_adapters
+from keel.models.precision import Errors, accepted, errors_of, estimated
 from keel.models.prefix_attention import (
     RowStructure,
     active_structure,
@@ -94,7 +94,7 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
 
 
 def _gated_mlp(self: Any, x: Tensor) -> Tensor:
-    from keel.models.gated_kernels import gated_silu
+    from keel.models.layer_kernels import gated_silu
 
     joint = fused_linears(x, self.gate_proj, self.up_proj)
     if joint is not None:
@@ -150,12 +150,7 @@ def _matches(module: Any, forward: Any) -> bool:
                 return estimated(fast, plain, torch.finfo(dtype).eps)
             return errors_of(module, fast, plain, lambda: module(at_least_fp32(x)))
 
-    try:
-        return judge(draw, exact=1e-4) is None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # third-party modules may raise anything: keep their own forward
-        return False
+    return accepted(draw, exact=1e-4)
 
 
 @torch.no_grad()
@@ -184,12 +179,7 @@ def attention_matches(module: Any) -> bool:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.dtype == torch.float32):
             return errors_of(module, run(attention), run(own), lambda: run(own, at_least_fp32(x).dtype))
 
-    try:
-        return judge(draw, exact=1e-4) is None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # third-party modules may raise anything: keep their own forward
-        return False
+    return accepted(draw, exact=1e-4)
 
 
 def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, planned: bool = False) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""The two halves of a causal LM: its body (tokens to hidden states) and its head (hidden states to logits).
+"""The parts of a causal LM: wrappers, body (tokens to hidden states), head (hidden states to logits), adapters.
 
 Scoring runs the body once and the head in chunks. It must therefore repeat what a model does after its output
 embedding: a scale (Cohere, Granite), a soft cap (Gemma) or, in most models, nothing. Configs name these settings
-differently, so they are measured on the model itself.
+differently, so they are measured on the model itself. Adapters are found from the layers, without importing peft.
 """
 
 from __future__ import annotations
@@ -249,3 +249,41 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
 def module_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the model's first floating-point parameter."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether peft wrapped this model."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+def adapter_prefixes(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Name prefixes `layer.lora_A.<adapter>` of a peft model's inactive and active adapters; empty for other models."""
+    inactive: set[str] = set()
+    active: set[str] = set()
+    for prefix, layer in adapter_layers(model):
+        effective = set(effective_adapters(layer))
+        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
+            holder = getattr(layer, kind, None)
+            if isinstance(holder, nn.ModuleDict | nn.ParameterDict):
+                for adapter in holder:
+                    (active if adapter in effective else inactive).add(f"{prefix}.{kind}.{adapter}")
+    return inactive, active
+
+
+def effective_adapters(layer: Any) -> list[str]:
+    """The adapters whose weights a layer's next forward reads in addition to the base weights.
+
+    Merged adapters are already part of the base weights. If the adapters are disabled, the forward unmerges them and so
+    reads their weights.
+    """
+    merged = list(getattr(layer, "merged_adapters", ()))
+    if layer.disable_adapters:
+        return merged
+    return [] if merged else list(layer.active_adapters)
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The names and modules of the layers that have peft's attributes of adapters."""
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "disable_adapters"):
+            yield name, module

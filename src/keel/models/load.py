@@ -16,18 +16,16 @@ from keel.base.errors import KeelError, first_line
 from keel.base.options import read_options
 from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.models.dropout import disable_dropout, has_dropout
-from keel.models.dtypes import DTYPES, check_bfloat16, has_bfloat16
 from keel.models.fuse import fuse_modules
 from keel.models.gguf import check_gguf, load_gguf
 from keel.models.head import body_of
-from keel.models.loaded import LoadedModel
-from keel.models.lora import add_lora, check_adapter, lora_options_of
-from keel.models.low_rank import trial_adapters
-from keel.models.options import ModelOptions, check_quantization
+from keel.models.lora import add_lora, check_adapter, lora_options_of, trial_adapters
+from keel.models.options import LoadedModel, ModelOptions, check_quantization
+from keel.models.precision import DTYPES, check_bfloat16, has_bfloat16
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.probe import probe_packing
 from keel.models.tiny import tiny_model, tiny_tokenizer
-from keel.models.tokenizer import check_eos, check_tokenizer, context_length
+from keel.models.tokenizer import check_eos, check_tokenizer, context_length, eos_ids
 
 logger = logging.getLogger("keel")
 _ALIGNMENT = 64  # bytes; torch's allocations on the CPU have it
@@ -104,10 +102,14 @@ def load_model(
         )
     policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
     shared_prefix = False
-    packing_note: str | None = f"{name!r} was loaded without the packing probe: one row a completion"
+    packing_note: str | None = f"{name!r} was loaded without the packing probe: one row per completion"
     if probe:
-        shared_prefix, packing_note = _packing(policy, tokenizer, name, longest)
-        notes += () if packing_note is None else (packing_note,)
+        with trial_adapters(policy):
+            packing = probe_packing(policy, len(tokenizer), longest=longest)
+        shared_prefix, packing_note = packing.ok, None
+        if not shared_prefix:
+            packing_note = f"{name!r} is scored without shared prompts: {packing.reason}"
+            notes += (packing_note,)
     if options.compile:
         body_of(policy).compile(dynamic=True)  # scoring calls the body, not the model's own forward
     for note in notes:
@@ -184,13 +186,6 @@ def cast_parameters(
     return model if device is None else model.to(device)
 
 
-def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """All token ids that end a completion, including those of the generation config."""
-    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    listed = configured if isinstance(configured, list | tuple) else [configured]
-    return tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
-
-
 def _resolve_device(name: str, section: str) -> torch.device:
     """The named device; `auto` is the accelerator if there is one. Raises for a missing device."""
     try:
@@ -216,13 +211,6 @@ def resolve_dtype(name: str, device: torch.device, section: str = "model") -> tu
         return "auto", ()
     note = "this GPU has no bfloat16: the weights are float32; optim.precision=float16 is faster"
     return torch.float32, (note,)
-
-
-def _packing(model: nn.Module, tokenizer: Any, name: str, longest: int | None) -> tuple[bool, str | None]:
-    """Whether a row may hold several completions, and if not, why."""
-    with trial_adapters(model):
-        result = probe_packing(model, len(tokenizer), longest=longest)
-    return result.ok, None if result.ok else f"{name!r} is scored without shared prompts: {result.reason}"
 
 
 def _quantization_kwargs(bits: str | None, loader: Loader, device: torch.device, section: str) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from keel.base.types import Completion, Group, Problem
-from keel.models.logprobs import hidden_states
 from keel.models.pack import pack
+from keel.models.scorer import hidden_states
 
 _USED = 0.8  # share of free memory to use; the rest is for fragmentation, workspaces and CUDA graphs
 SMALLEST_PASS = 256  # tokens; sizes are multiples of it, so that small changes of free memory do not change the size

@@ -1,14 +1,19 @@
-"""Options of the policy: `model`."""
+"""Options of the policy (`model`), and the loaded policy."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from keel.base.errors import KeelError
 from keel.base.options import Flag, Float, Options, PositiveFloat, PositiveInt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class LoraOptions(Options):
@@ -71,3 +76,29 @@ def check_quantization(model: ModelOptions) -> None:
         raise KeelError(
             f"model.quantization={model.quantization} needs LoRA, because quantized weights are frozen: set model.lora"
         )
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A loaded policy, its tokenizer and its properties.
+
+    `eos_ids` are all tokens that end a completion (the tokenizer's and the generation config's). `context_length`
+    is None if the config sets no limit. `notes` lists the decisions made for the user. `shared_prefix` says
+    whether a row may hold several completions (see `pack`); `packing_note` says why it may not. `missing` weights are
+    not in the checkpoint and start at random. `unexpected` weights are not in the model.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    context_length: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    device: torch.device
+    dtype: torch.dtype
+    lora: LoraOptions | None = None
+    notes: tuple[str, ...] = ()
+    shared_prefix: bool = False
+    packing_note: str | None = None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()

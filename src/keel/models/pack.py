@@ -16,32 +16,87 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group
-from keel.models.segments import PADDING, Segments, to_device
 
 Numbers = NDArray[np.int64]
 
+PADDING = -1  # the prompt index of padding
 
-def padding_columns(ids: Tensor) -> int:
-    """Columns of padding that rows `[R, L]` need on a GPU before they are scored with a mask: 1 or 0.
 
-    With a mask, heads that share one KV head, and a length of 1 more than a multiple of 32, torch's memory-efficient
-    attention gives the last query a wrong output (pytorch issue 191937, seen with torch 2.11).
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to the device; from the CPU through pinned memory, asynchronously."""
+    if torch.device(device).type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of the flattened rows `[R·L]`, as cumulative lengths (int32).
+
+    Each prompt, each completion and each row's padding is a segment of `cu_seqlens`. In the attention of completions
+    to prompts, segment i of `cu_seqlens_q` attends to segment i of `cu_seqlens_k`. A group's completions attend to its
+    prompt, and all other tokens to an empty segment. `in_completion` `[R·L]` is true on completion tokens.
     """
-    return int(ids.is_cuda and ids.shape[1] % 32 == 1)
+
+    cu_seqlens: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    in_completion: Tensor
+    max_seqlen: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+    has_completions: bool
+
+    @staticmethod
+    def of(prefix: Tensor, branch: Tensor) -> Segments:
+        """Segments from a packed batch's `prefix` and `branch` `[R, L]` on the CPU."""
+        rows, length = prefix.shape
+        row = torch.arange(rows).repeat_interleave(length)
+        prefix, branch = prefix.flatten(), branch.flatten()
+        group = _numbered(_changes(row) | _changes(prefix))  # one number per group and per row's padding
+        run = _numbered(_changes(group) | _changes(branch))
+        in_completion = branch > 0
+        totals = torch.bincount(group)
+        completions = torch.bincount(group[in_completion], minlength=len(totals))
+        prompts, nothing = totals - completions, torch.zeros_like(totals)
+        cu_seqlens, max_seqlen = _bounds(torch.bincount(run))
+        cu_seqlens_q, max_seqlen_q = _bounds(torch.stack((prompts, completions, nothing), dim=1).flatten())
+        cu_seqlens_k, max_seqlen_k = _bounds(torch.stack((nothing, prompts, completions), dim=1).flatten())
+        return Segments(
+            cu_seqlens,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            in_completion,
+            max_seqlen,
+            max_seqlen_q,
+            max_seqlen_k,
+            bool(in_completion.any()),
+        )
+
+    def to(self, device: torch.device | str) -> Segments:
+        """The same segments on another device."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
-def padded_mask(mask: Tensor, columns: int) -> Tensor:
-    """Add columns of padding to a mask `[R, L]` or `[R, 1, L, L]`. Padding attends to itself."""
-    if not columns:
-        return mask
-    if mask.dim() == 2:
-        return nn.functional.pad(mask, (0, columns))
-    wide = nn.functional.pad(mask, (0, columns, 0, columns))
-    return wide | torch.eye(wide.shape[-1], dtype=torch.bool, device=mask.device)
+def _changes(values: Tensor) -> Tensor:
+    """True at each value that differs from the previous one; false for the first."""
+    return torch.cat((torch.zeros(1, dtype=torch.bool), values[1:] != values[:-1]))
+
+
+def _numbered(changes: Tensor) -> Tensor:
+    return changes.cumsum(0)
+
+
+def _bounds(lengths: Tensor) -> tuple[Tensor, int]:
+    """Cumulative lengths, starting from 0, and the longest length."""
+    cu_seqlens = torch.cat((lengths.new_zeros(1), lengths.cumsum(0))).int()
+    return cu_seqlens, int(lengths.max()) if len(lengths) else 0
 
 
 @dataclass(frozen=True)
@@ -355,39 +410,12 @@ def _bins(lengths: Sequence[int], capacity: int | None) -> list[list[int]]:
     if capacity is None:
         return [[index] for index in range(len(lengths))]
     bins: list[list[int]] = []
-    free = _FreeSpace(len(lengths))
+    free: list[int] = []  # of each bin
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        slot = free.first(lengths[index])
-        if slot is None:
-            slot = len(bins)
+        slot = next((slot for slot, room in enumerate(free) if room >= lengths[index]), len(bins))
+        if slot == len(bins):
             bins.append([])
-            free.set(slot, capacity)
+            free.append(capacity)
         bins[slot].append(index)
-        free.set(slot, free.of(slot) - lengths[index])
+        free[slot] -= lengths[index]
     return bins
-
-
-class _FreeSpace:
-    """The free space of each bin, as a tree of maxima: the first bin with enough is found in O(log bins)."""
-
-    def __init__(self, bins: int) -> None:
-        self._leaves = 1 << max(0, bins - 1).bit_length()
-        self._maxima = [-1] * (2 * self._leaves)  # a closed bin takes no item, not even an empty one
-
-    def of(self, slot: int) -> int:
-        return self._maxima[self._leaves + slot]
-
-    def set(self, slot: int, free: int) -> None:
-        node = self._leaves + slot
-        self._maxima[node] = free
-        while node := node >> 1:
-            self._maxima[node] = max(self._maxima[2 * node], self._maxima[2 * node + 1])
-
-    def first(self, length: int) -> int | None:
-        """The first bin with at least `length` free, or None."""
-        if self._maxima[1] < length:
-            return None
-        node = 1
-        while node < self._leaves:
-            node = 2 * node if self._maxima[2 * node] >= length else 2 * node + 1
-        return node - self._leaves

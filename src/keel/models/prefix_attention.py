@@ -22,9 +22,8 @@ from transformers import AttentionInterface
 from keel.base.types import Completion, Group, Problem
 from keel.models.flash_prefix import flash_attend, flash_dtype, flash_unsupported_reason
 from keel.models.head import evaluating
-from keel.models.noise import Errors, errors_of, has_experts, judge
-from keel.models.pack import PackedBatch, pack
-from keel.models.segments import Segments, to_device
+from keel.models.pack import PackedBatch, Segments, pack, to_device
+from keel.models.precision import Errors, accepted, errors_of, has_experts
 
 ATTENTION = "keel_prefix_scoring"  # for scoring; the engine registers another for decoding
 LONG_ROW = 1024  # tokens; for shorter rows a mask is faster than one call per group
@@ -277,13 +276,8 @@ def _matches_masked(body: Any) -> bool:
             hidden = body(**inputs, attention_mask=None)[0][valid]
         return errors_of(body, hidden, masked(), masked)
 
-    try:
-        with evaluating(body):
-            return judge(draw, routed=has_experts(body)) is None
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # third-party models may raise anything: use the mask
-        return False
+    with evaluating(body):
+        return accepted(draw, routed=has_experts(body))
 
 
 def small_rows(vocabulary: int = 2, seed: int = 0) -> PackedBatch:

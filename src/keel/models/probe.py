@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError, first_line
 from keel.base.types import Completion, Group, Problem
-from keel.models.dtypes import matmul_eps
 from keel.models.head import (
     body_of,
     causal_lm,
@@ -28,10 +27,20 @@ from keel.models.head import (
     head_of,
     takes_positions,
 )
-from keel.models.logprobs import score_tokens
-from keel.models.noise import ROUNDING, Errors, eps_of, finite_or_infinite, has_experts, in_fp32, judge, rounds
 from keel.models.pack import pack
+from keel.models.precision import (
+    ROUNDING,
+    Errors,
+    eps_of,
+    finite_or_infinite,
+    has_experts,
+    in_fp32,
+    judge,
+    matmul_eps,
+    rounds,
+)
 from keel.models.rope import length_regimes, reset_rope
+from keel.models.scorer import score_tokens
 from keel.models.tokenizer import context_length
 
 LONGEST_PROBE = 8192
@@ -136,11 +145,11 @@ def probe_packing(
                 fault = fault or trial.fault(shared_prefix=True)
                 max_error = max(max_error, trial.largest)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # includes KeelError
-                reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row a completion"
+                reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row per completion"
                 return PackingProbe(False, float("inf"), reason, length, window)
     refusal = _refusal(model, fault, windows, reachable)
     if refusal:
-        return PackingProbe(False, max_error, f"{name} {refusal}: one row a completion", length, window)
+        return PackingProbe(False, max_error, f"{name} {refusal}: one row per completion", length, window)
     reason = f"{name}: shared-prefix rows agree to {max_error:.1e} nats over {length} tokens"
     return PackingProbe(True, max_error, reason, length)
 

@@ -17,8 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from keel.models.pack import PackedBatch
-from keel.models.segments import PADDING, Segments, to_device
+from keel.models.pack import PADDING, PackedBatch, Segments, to_device
 
 
 @dataclass(frozen=True)

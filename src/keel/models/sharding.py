@@ -18,8 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from keel.base.errors import KeelError
-from keel.models.adapters import adapter_prefixes, is_lora
-from keel.models.head import body_of, head_of, transformer_blocks
+from keel.models.head import adapter_prefixes, body_of, head_of, is_lora, transformer_blocks
 from keel.models.prefix_attention import try_prefix_attention
 from keel.models.rope import length_regimes
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from keel.base.errors import KeelError
-from keel.models.adapters import is_lora
 from keel.models.fingerprint import effective_weights, fingerprint, fingerprint_tensors
-from keel.models.head import evaluating
-from keel.models.loaded import LoadedModel
+from keel.models.head import evaluating, is_lora
 from keel.models.lora import adapter_is_zero, check_bias, check_unmerged
+from keel.models.options import LoadedModel
 from keel.reference.weights import FullCopy, OffloadedTensors, ReferenceWeights, Sharder, unwrap
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from keel.base.errors import KeelError, unknown
 from keel.base.json_http import shown
 from keel.base.parts import Range, import_object, is_import_path, make_part, part_arguments
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference.base import Reference, RuleReference, When, is_server, packs_rows, shortest_context
 
 if TYPE_CHECKING:

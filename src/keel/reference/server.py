@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keel.base.errors import KeelError
 from keel.base.json_http import RequestFailed, ask, below, check_reachable, shown
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference.weights import FrozenWeights, NoSingleModel, Sharder
 
 TRIES = 6

@@ -14,7 +14,7 @@ from keel.base.errors import KeelError
 from keel.models.fingerprint import fingerprint
 from keel.models.head import causal_lm, evaluating
 from keel.models.load import load_model
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference.base import RuleReference
 from keel.reference.weights import FrozenWeights, NoSingleModel, OffloadedTensors, Sharder, movable
 

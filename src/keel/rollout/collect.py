@@ -20,8 +20,6 @@ from keel.rollout.render import Renderer, Reply, fit
 from keel.rollout.request import Request, Turn
 from keel.rollout.sampling import SamplingParams
 
-_NOTED = ("prompt_tokens_cut",)
-
 
 @dataclass
 class _Trajectory:
@@ -114,18 +112,27 @@ class Collector:
 
         Each process of `world` collects its share of the problems. All processes return all groups and failures.
         """
+        check_engine(self.engine)
+        check_keys(problems)
+        recorded = len(self.judge.failures)
+        own = self._groups(self.world.shard(problems), {"seed": self.seed, "attempt": attempt, "step": step})
+        groups = of_all(self.world, own, self.judge, recorded, problems)
+        if problems and not groups:
+            raise KeelError(f"every group of step {step} was skipped, the last for reward {self.judge.failures[-1]}")
+        if self.release:
+            self.engine.release()
+        return groups
+
+    def _groups(self, problems: Sequence[Problem], noise: dict[str, int]) -> list[Group]:
+        """The judged groups of this process's problems."""
         engine, task, sampling, judge = self.engine, self.task, self.sampling, self.judge
-        check_engine(engine)
         if self.max_turns < 1:
             raise KeelError(f"rollout.max_turns is {self.max_turns}: it must be at least 1")
         if self.max_turns > 1 and not task.multi_turn:
             raise KeelError(f"rollout.max_turns is {self.max_turns}, but task {task.name!r} has one turn: set it to 1")
-        check_keys(problems)
-        all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
         full_prompts = [self.renderer.prompt(problem) for problem in problems]
         longest, cut_by = self.max_prompt_length, self.truncation
         prompts = [fit(t, longest, cut_by, p.key) for t, p in zip(full_prompts, problems, strict=True)]
-        noise = {"seed": self.seed, "attempt": attempt, "step": step}
         budget = sampling.max_completion_length
         limit = None if self.max_turn_length is None else min(self.max_turn_length, budget)
         check_context(engine, problems, prompts, sampling)
@@ -182,11 +189,6 @@ class Collector:
             failures = runner.close()
         for key, failure in failures:
             judge.record(f"{task.name}.close", problems[key[0]], key[1], failure)
-        groups = of_all(self.world, groups, judge, recorded, all_problems)
-        if all_problems and not groups:
-            raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
-        if self.release:
-            engine.release()
         return groups
 
     def _places(self, episodes: int) -> tuple[int, int]:
@@ -199,20 +201,23 @@ def of_all(world: World, groups: list[Group], judge: Judge, recorded: int, probl
     """Gather all processes' groups, in the order of the problems, and the failures after the first `recorded`."""
     if world.size == 1:
         return groups
-    travelling = [replace(group, problem=_without_contents(group.problem)) for group in groups]
-    parts = world.all_gather((travelling, judge.failures[recorded:]))
+    # Send keys instead of problems: the other processes have the contents, which may not be serialisable.
+    keyed = [
+        replace(group, problem=with_prompt_tokens_cut(Problem(group.problem.key, ""), _prompt_tokens_cut(group)))
+        for group in groups
+    ]
+    parts = world.all_gather((keyed, judge.failures[recorded:]))
     judge.failures[recorded:] = [failure for _, failures in parts for failure in failures]
     by_key = {group.problem.key: group for part, _ in parts for group in part}
     return [
-        replace(group, problem=with_prompt_tokens_cut(problem, group.problem.info.get("prompt_tokens_cut", 0)))
+        replace(group, problem=with_prompt_tokens_cut(problem, _prompt_tokens_cut(group)))
         for problem in problems
         if (group := by_key.get(problem.key)) is not None
     ]
 
 
-def _without_contents(problem: Problem) -> Problem:
-    """The problem without its contents: other processes have them, and they may not be serialisable."""
-    return Problem(problem.key, "", info={name: problem.info[name] for name in _NOTED if name in problem.info})
+def _prompt_tokens_cut(group: Group) -> int:
+    return int(group.problem.info.get("prompt_tokens_cut", 0))
 
 
 def _append_reply(

@@ -22,8 +22,8 @@ from keel.base.types import Completion, Group, Problem
 from keel.envs.calls import LOOP, CallFailed, HungCalls
 from keel.envs.endpoint import Endpoint, GenerateBody, ModelAccess, context_exceeded
 from keel.envs.episode import Key, PlayedEpisode
-from keel.rollout.collect import Collector, check_context, check_keys, judged, of_all
-from keel.rollout.engine import check_engine, turn_by_turn
+from keel.rollout.collect import Collector, check_context, judged
+from keel.rollout.engine import turn_by_turn
 from keel.rollout.render import fit
 from keel.rollout.sampling import SamplingParams
 from keel.rollout.serving import Call, CallQueue, drive, request_of
@@ -167,13 +167,8 @@ class PlayCollector(Collector):
     the calls of each agent.
     """
 
-    def collect(self, problems: Sequence[Problem], *, attempt: int = 0, step: int = 0) -> list[Group]:
-        """Collect one judged group per problem, in order. Skipped groups are listed in the judge's `failures`."""
-        check_engine(self.engine)
-        check_keys(problems)
-        judge = self.judge
-        all_problems, problems, recorded = problems, self.world.shard(problems), len(judge.failures)
-        noise, version = {"seed": self.seed, "attempt": attempt, "step": step}, self.engine.version
+    def _groups(self, problems: Sequence[Problem], noise: dict[str, int]) -> list[Group]:
+        judge, version = self.judge, self.engine.version
         played, calls = self._play(problems, noise)
         for key in sorted(played):
             if (failure := played[key].failure) is not None:
@@ -187,13 +182,7 @@ class PlayCollector(Collector):
             results += [self._result(group, key, episode, prompts[-1], calls) for key, episode in members.items()]
             episodes |= {(group, sample): episode for (_, sample), episode in members.items()}
         left = [problems[number] for number in kept]
-        groups = judged(self.task, left, prompts, results, episodes, judge, version)  # type: ignore[arg-type]
-        groups = of_all(self.world, groups, judge, recorded, all_problems)
-        if all_problems and not groups:
-            raise KeelError(f"every group of step {step} was skipped, the last for reward {judge.failures[-1]}")
-        if self.release:
-            self.engine.release()
-        return groups
+        return judged(self.task, left, prompts, results, episodes, judge, version)  # type: ignore[arg-type]
 
     def _play(
         self, problems: Sequence[Problem], noise: dict[str, int]

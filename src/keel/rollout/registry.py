@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from keel.base.errors import KeelError, unknown
+from keel.base.options import Options
 from keel.base.parts import import_object, is_import_path, make_part, part_arguments
 from keel.rollout.options import EngineOptions, RolloutOptions
-from keel.rollout.vllm import check_vllm, vllm
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,9 +16,13 @@ if TYPE_CHECKING:
     from keel.base.world import World
     from keel.rollout.engine import Engine
     from keel.rollout.native.engine import NativeEngine
+    from keel.rollout.vllm.engine import VllmEngine
 
 # Options of `rollout` that only some built-in engines read.
 READ_BY = {"kv_cache_gib": ("native",), "cuda_graphs": ("native",), "dtype": ("native", "vllm"), "vllm": ("vllm",)}
+PLACEHOLDER_URL = "http://ray"  # placeholder for servers that are not started yet
+_OF_SERVERS = ("url", "secret", "transfer", "wait_s")
+_OF_ENGINES = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "cuda_graphs")
 
 
 def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_weights: bool = False) -> NativeEngine:
@@ -26,8 +30,8 @@ def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_wei
 
     With dtype `auto` it shares the policy's weights unless `own_weights` is true.
     """
-    from keel.models.dtypes import DTYPES
     from keel.models.head import module_dtype
+    from keel.models.precision import DTYPES
     from keel.rollout.native.engine import NativeEngine
 
     kv_cache_bytes = int(rollout.kv_cache_gib * 2**30) if rollout.max_turns > 1 else 0
@@ -40,6 +44,19 @@ def native(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, own_wei
         kv_cache_bytes=kv_cache_bytes,
         graphs=rollout.cuda_graphs,
     )
+
+
+def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World | None = None) -> VllmEngine:
+    """The engine that `rollout.vllm` describes."""
+    from keel.base.world import SINGLE_PROCESS
+    from keel.rollout.vllm.client import ServerSampler
+    from keel.rollout.vllm.colocated import ColocatedSampler
+    from keel.rollout.vllm.engine import VllmEngine
+    from keel.rollout.vllm.transfer import check_buffers
+
+    check_buffers(model)
+    make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
+    return VllmEngine(make(model, tokenizer, rollout, world or SINGLE_PROCESS), model, tokenizer)
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"native": native, "vllm": vllm}
@@ -101,6 +118,37 @@ def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
     if chosen.name == "vllm":
         check_vllm(rollout, placed=placed)
     _arguments(chosen, find_engine(chosen.name), rollout)
+
+
+def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
+    """Refuse a server without an address, and options that the mode does not read.
+
+    Servers `placed` with the training are started with its options; others have their own.
+    """
+    options = rollout.vllm
+    if options.mode == "colocate":
+        if options.tensor_parallel_size > 1:
+            raise KeelError(
+                "rollout.vllm.tensor_parallel_size above 1 needs a server: start `keel serve MODEL "
+                f"--tensor-parallel-size {options.tensor_parallel_size}` and set rollout.vllm.mode=server"
+            )
+        for name in _changed(options, _OF_SERVERS):
+            raise KeelError(f"rollout.vllm.{name} is for a server: leave it out, or set rollout.vllm.mode=server")
+        return
+    if not options.urls:
+        raise KeelError("rollout.vllm.mode=server needs an address: start `keel serve MODEL` and set rollout.vllm.url")
+    for url in options.urls:
+        if not url.startswith(("http://", "https://")):
+            raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
+    own = [f"vllm.{name}" for name in _changed(options, _OF_ENGINES)] + _changed(rollout, ("dtype",))
+    if own and not placed and options.urls != (PLACEHOLDER_URL,):
+        flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
+        flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
+        raise KeelError(f"rollout.{own[0]} is an option of the server: leave it out, and give keel serve {flag}")
+
+
+def _changed(options: Options, names: Sequence[str]) -> list[str]:
+    return [name for name in names if getattr(options, name) != type(options).model_fields[name].default]
 
 
 def _arguments(

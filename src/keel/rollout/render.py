@@ -9,7 +9,7 @@ from typing import Any
 
 from keel.base.errors import KeelError, unknown
 from keel.base.types import Message, Problem
-from keel.models.control_tokens import ControlTokens, control_token_refused
+from keel.models.tokenizer import ControlTokens, control_token_refused
 
 Messages = list[dict[str, str]]
 Reply = str | Sequence[Message]

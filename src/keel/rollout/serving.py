@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import FrameType
 from typing import Any
 
-from keel.base.errors import KeelError
+from keel.base.errors import KeelError, first_line
 from keel.base.types import Completion
 from keel.envs.endpoint import Endpoint, GenerateBody, Noise, Unavailable, context_exceeded
 from keel.rollout.engine import Engine, Interrupted
@@ -196,8 +197,6 @@ def serve(
     ready: Callable[[str], None],
 ) -> None:
     """Serve an engine until a signal arrives. `ready` is called with the address when requests are accepted."""
-    from keel.rollout.vllm.serve import bind, signals_return
-
     with bind(host, port) as listener, signals_return():
         asyncio.run(_serve(engine, name, vocabulary, max_batch, listener, secret, ready))
 
@@ -213,8 +212,6 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from keel.rollout.vllm.serve import serve_and_announce
-
     loop, sampler = asyncio.get_running_loop(), EngineServer(engine, max_batch)
     endpoint = Endpoint(sampler.answer, secret, name, engine.context, vocabulary)
 
@@ -228,3 +225,36 @@ async def _serve(
         await serve_and_announce(Server(config), listener, ready)
     finally:
         sampler.close()
+
+
+@contextmanager
+def signals_return() -> Iterator[None]:
+    """Ignore the signal that uvicorn raises again at its end, so that vLLM's processes are shut down."""
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket; raises a KeelError if the address is not available."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise KeelError(
+            f"cannot listen at {host}:{port} ({first_line(error)}): give another --host or --port"
+        ) from None
+
+
+async def serve_and_announce(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
+    """Serve, and call `ready` when requests are accepted."""
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.05)
+    if server.started:
+        host, port = listener.getsockname()[:2]
+        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    await task

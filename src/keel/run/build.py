@@ -18,12 +18,12 @@ from keel.envs.curriculum import Curriculum
 from keel.envs.judge import Judge
 from keel.envs.mixture import mixture
 from keel.kl import controller_from_options
-from keel.models.dtypes import DTYPES, check_bfloat16
 from keel.models.fingerprint import fingerprint
 from keel.models.fuse import fallback_notes
 from keel.models.load import load_model
-from keel.models.loaded import LoadedModel
 from keel.models.lora import adapter_is_zero
+from keel.models.options import LoadedModel
+from keel.models.precision import DTYPES, check_bfloat16
 from keel.models.scorer import Scorer, build_scorer
 from keel.reference import packs_rows
 from keel.rollout import Engine, SamplingParams

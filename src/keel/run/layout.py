@@ -16,9 +16,9 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.world import World
 from keel.config import Config
-from keel.models.dtypes import DTYPES
 from keel.models.head import body_of, transformer_blocks
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
+from keel.models.precision import DTYPES
 from keel.models.sharding import adapter_parameters, shard
 from keel.reference.base import RuleReference, is_server
 from keel.rollout.options import RolloutOptions

@@ -11,7 +11,7 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.config import Config, load_config, text
 from keel.config.load import is_run
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.run.build import build_policy
 from keel.run.warmstart import is_complete, warmstart_folder
 from keel.trainer.checkpoint import no_progress_bars, step_folders, step_of

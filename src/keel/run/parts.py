@@ -17,7 +17,7 @@ from keel.envs.rewards import wrap
 from keel.kl import controller_from_options
 from keel.models.head import causal_lm
 from keel.models.load import find_loader
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference import Reference
 from keel.reference.base import is_server
 from keel.reference.kinds import build_reference, build_teacher

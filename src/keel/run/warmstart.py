@@ -31,7 +31,7 @@ from keel.config.text import absolute_paths
 from keel.envs import Task
 from keel.loggers import MultiLogger
 from keel.models.fingerprint import fingerprint
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference import Reference
 from keel.run.build import SftInputs, build_policy, build_warmstart
 from keel.run.environment import package_versions

@@ -21,11 +21,9 @@ from keel.kl.exact import penalty_divergence
 from keel.kl.measure import MaskIndex, occupied_bins, positions
 from keel.models.fused_linear import cast_weights_once
 from keel.models.head import Head, JoinedHeads, LogitsOf, body_of, frozen_head
-from keel.models.logprobs import FullScores, hidden_states, score_hidden, score_tokens
-from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length
+from keel.models.pack import PackedBatch, microbatches, pack, right_pad, row_length, to_device
 from keel.models.prefix_attention import uses_flash
-from keel.models.scorer import score_with
-from keel.models.segments import to_device
+from keel.models.scorer import FullScores, hidden_states, score_hidden, score_tokens, score_with
 from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.reference import Reference, shortest_context
 from keel.reference.base import RuleReference, knows_top_only

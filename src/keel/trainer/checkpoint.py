@@ -26,9 +26,9 @@ from torch import Tensor, nn
 import keel
 from keel.base.errors import KeelError, first_line
 from keel.base.files import sync_folder, write_atomic
-from keel.models.adapters import is_lora
 from keel.models.dropout import original_dropout
 from keel.models.fingerprint import persistent_buffers
+from keel.models.head import is_lora
 from keel.models.sharding import copy_into, full_tensor, is_sharded
 from keel.reference import Reference
 from keel.reference.weights import unwrap

@@ -23,8 +23,8 @@ from keel.base.types import Batch, Completion
 from keel.kl.options import KLBudget
 from keel.losses import MismatchOptions, centred
 from keel.models.dropout import has_dropout
-from keel.models.dtypes import matmul_eps
 from keel.models.head import causal_lm
+from keel.models.precision import matmul_eps
 from keel.reference import Reference, starts_at_policy
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.measure import measure_policy

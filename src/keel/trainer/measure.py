@@ -21,8 +21,8 @@ from keel.envs.curriculum import has_signal
 from keel.kl import k3, log_ratio
 from keel.kl.measure import depth_metrics, kl_statistics, metric_of, positions, prefix_gap
 from keel.losses import behaviour_logp, group_statistics, mismatch_ratio, zero_variance
-from keel.models.logprobs import FullScores
-from keel.models.segments import to_device
+from keel.models.pack import to_device
+from keel.models.scorer import FullScores
 from keel.trainer.batch import StepBatch, assemble, rewards_of
 from keel.trainer.overlap import RolloutQueue
 from keel.trainer.state import Anchor, TrainingRun

@@ -14,8 +14,8 @@ from keel.base.errors import KeelError, first_line
 from keel.eval.options import EvalOptions
 from keel.models.chunked import LOGIT_BYTES, default_chunk
 from keel.models.head import body_of, causal_lm
-from keel.models.loaded import LoadedModel
 from keel.models.memory import SMALLEST_PASS, fitting_tokens, free_bytes, measure_pass_bytes
+from keel.models.options import LoadedModel
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import StepBatch
 from keel.trainer.optim import Optimizer

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from keel.base.errors import KeelError
 from keel.base.metrics import Mean, Metric, Metrics
 from keel.base.world import SINGLE_PROCESS, World
-from keel.models.dtypes import DTYPES, check_bfloat16
+from keel.models.precision import DTYPES, check_bfloat16
 from keel.models.sharding import full_tensor, local_tensor
 from keel.trainer.options import OptimOptions, warmup_within
 

@@ -22,14 +22,14 @@ from keel.envs import Task
 from keel.envs.base import play_turns
 from keel.envs.problems import seeded_rng
 from keel.kl import masked_mean
-from keel.models.control_tokens import ControlTokens, control_token_refused
 from keel.models.fused_linear import cast_weights_once
 from keel.models.head import body_of
-from keel.models.loaded import LoadedModel
-from keel.models.logprobs import score_tokens
+from keel.models.options import LoadedModel
 from keel.models.pack import microbatches, pack
 from keel.models.prefix_attention import uses_flash
+from keel.models.scorer import score_tokens
 from keel.models.sharding import call_with_full_weights, is_sharded
+from keel.models.tokenizer import ControlTokens, control_token_refused
 from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard, smaller_passes
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions

@@ -20,7 +20,7 @@ from keel.kl import BetaController, KLOptions, KLState, Pairing
 from keel.kl.measure import REFERENCE
 from keel.kl.options import KLTermOptions
 from keel.losses import LossOptions
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.models.scorer import Scorer
 from keel.reference import Reference
 from keel.rollout import Engine

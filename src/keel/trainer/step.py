@@ -28,8 +28,8 @@ from keel.losses import (
     zero_variance,
 )
 from keel.models.fused_linear import cast_weights_once
-from keel.models.logprobs import FullScores
-from keel.models.segments import to_device
+from keel.models.pack import to_device
+from keel.models.scorer import FullScores
 from keel.trainer.batch import (
     Microbatch,
     StepBatch,

@@ -12,7 +12,7 @@ import keel
 from keel.base.files import read_records
 from keel.base.redact import redact_text
 from keel.loggers.rundir import EVENTS
-from keel.models.adapters import is_lora
+from keel.models.head import is_lora
 from keel.reference.weights import unwrap
 from keel.trainer.state import State, TrainingRun
 

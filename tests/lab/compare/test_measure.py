@@ -17,7 +17,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.lab.compare import default_reference, load_pair, measure_drift, read_prompts, resolve
 from keel.models.load import load_model
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.rollout import Engine, Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine
 from trainer.small import small_config

@@ -20,7 +20,7 @@ from keel.rollout import Request, SamplingParams
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.options import RolloutOptions
 from keel.rollout.sampling import block_shape, draw, gumbel
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, model_facts
+from keel.rollout.vllm.engine import Drawing, Row, Sampled, model_facts
 from keel.rollout.vllm.service import Backend, Service
 from keel.rollout.vllm.transfer import Part, adapter_of, checkpoint_weights, read_weights
 from rollout import shapes

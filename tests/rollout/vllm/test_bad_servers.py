@@ -30,8 +30,7 @@ from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import ModelMismatch
 from keel.rollout.vllm import client, connection
 from keel.rollout.vllm.client import ServerSampler
-from keel.rollout.vllm.engine import VllmEngine
-from keel.rollout.vllm.rows import Row, first_difference, model_facts
+from keel.rollout.vllm.engine import Row, VllmEngine, first_difference, model_facts
 from keel.rollout.vllm.service import PROTOCOL, Service
 from ranks import free_port
 from rollout import shapes
@@ -222,7 +221,7 @@ class Trickling:
 
 
 @pytest.mark.parametrize(
-    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "sends an endless answer")]
+    ("then", "message"), [(b" ", "has not answered .*no whole answer in"), (b" " * 2**16, "sends too long an answer")]
 )
 def test_an_answer_without_an_end(then: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "STATUS_S", 0.5)

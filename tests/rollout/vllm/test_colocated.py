@@ -18,8 +18,7 @@ from keel.base.world import SINGLE_PROCESS, World
 from keel.models.fingerprint import fingerprint_tensors
 from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
-from keel.rollout.registry import build_engine
-from keel.rollout.vllm import PLACEHOLDER_URL, check_vllm
+from keel.rollout.registry import PLACEHOLDER_URL, build_engine, check_vllm
 from keel.rollout.vllm.colocated import ColocatedSampler
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.transfer import Part, adapter_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.rollout.vllm.rows import EXTRA
+from keel.rollout.vllm.engine import EXTRA
 
 from . import fake_vllm
 

@@ -21,8 +21,7 @@ from keel.base.world import SINGLE_PROCESS, World
 from keel.rollout import Request, SamplingParams, Turn
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.vllm.client import ServerSampler
-from keel.rollout.vllm.engine import VllmEngine
-from keel.rollout.vllm.rows import TRAINING, Drawing, Row, to_json
+from keel.rollout.vllm.engine import TRAINING, Drawing, Row, VllmEngine, to_json
 from keel.rollout.vllm.service import Service
 from keel.rollout.vllm.transfer import checkpoint_weights, save_shards
 from rollout import shapes

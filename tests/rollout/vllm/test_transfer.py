@@ -22,13 +22,13 @@ from keel.base.errors import KeelError
 from keel.base.world import SINGLE_PROCESS
 from keel.rollout.engine import StaleWeights
 from keel.rollout.options import RolloutOptions, VllmOptions
-from keel.rollout.vllm import check_vllm, client, direct
+from keel.rollout.registry import check_vllm
+from keel.rollout.vllm import client, direct, engine_arguments, start_error
 from keel.rollout.vllm.client import ServerSampler
 from keel.rollout.vllm.connection import ServerLost
 from keel.rollout.vllm.engine import VllmEngine
 from keel.rollout.vllm.serve import VllmBackend
 from keel.rollout.vllm.service import Service
-from keel.rollout.vllm.start import engine_arguments, start_error
 from keel.rollout.vllm.transfer import merge_worker_digests, process_folder, save_shards
 from rollout import shapes
 
@@ -193,7 +193,7 @@ def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
 
     with pytest.raises(KeelError, match="refused"):
         direct.run_concurrently(never.wait, refused, timeout_s=20.0)
-    with pytest.raises(direct.TransferBroken, match="have not met in 0 s"):
+    with pytest.raises(direct.TransferBroken, match="did not connect within 0 s"):
         direct.run_concurrently(never.wait, lambda: None, timeout_s=0.1)
     assert direct.run_concurrently(lambda: 1, lambda: 2, timeout_s=20.0) == [1, 2]
     never.set()

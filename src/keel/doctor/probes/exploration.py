@@ -20,7 +20,7 @@ from keel.envs.judge import Judge
 from keel.eval.evaluate import evaluate
 from keel.kl import exact_kl
 from keel.models.head import evaluating, head_of
-from keel.models.logprobs import hidden_states
+from keel.models.scorer import hidden_states
 from keel.rollout.collect import Collector
 from keel.rollout.sampling import SamplingParams, filter_threshold
 from keel.run.build import build_renderer

@@ -38,9 +38,8 @@ from keel.doctor.probes.reported import Reports
 from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
 from keel.doctor.verdict import Outcome
-from keel.rollout.request import Request, Turn
+from keel.rollout.request import Request, StopStrings, Turn
 from keel.rollout.sampling import SamplingParams
-from keel.rollout.stops import StopStrings
 
 _TOKENS = 256  # drawn tokens that tell prompts apart
 _MORE_STEP = 2_000_003  # noise of its own

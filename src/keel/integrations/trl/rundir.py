@@ -32,9 +32,8 @@ from keel.kl import KLState
 from keel.lab.report import AT_END
 from keel.loggers import MultiLogger, RunDirectory
 from keel.loggers.rundir import CHECKPOINTS, CONFIG, SKIPPED, JsonlLogger, RunExists
-from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
-from keel.models.head import causal_lm
+from keel.models.head import causal_lm, is_lora
 from keel.reference import Reference
 from keel.reference.weights import unwrap
 from keel.run.environment import environment

@@ -24,7 +24,7 @@ from keel.kl.exact import penalty_divergence
 from keel.losses.reductions import Denominators
 from keel.models.chunked import StatsOptions, default_chunk, token_stats
 from keel.models.head import LogitsOf, body_of, causal_lm, head_of
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.reference import Reference
 from keel.reference.kinds import build_reference
 from keel.reference.options import ReferenceOptions

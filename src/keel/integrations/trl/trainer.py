@@ -48,8 +48,7 @@ from keel.integrations.trl.window import Generated, Pass, detached, gather, meas
 from keel.integrations.versions import TRL
 from keel.kl import KLOptions
 from keel.losses import kl_penalty
-from keel.models.adapters import is_lora
-from keel.models.head import frozen_head
+from keel.models.head import frozen_head, is_lora
 from keel.reference.options import ReferenceOptions
 from keel.reference.weights import unwrap
 from keel.trainer.options import GuardOptions

@@ -18,9 +18,9 @@ from keel.kl.estimators import ESTIMATORS
 from keel.kl.ratios import select
 from keel.lab.compare.sides import Side, load_pair, resolve
 from keel.models.head import causal_lm, frozen_head
-from keel.models.loaded import LoadedModel
-from keel.models.logprobs import hidden_states, score_hidden
+from keel.models.options import LoadedModel
 from keel.models.pack import microbatches, pack
+from keel.models.scorer import hidden_states, score_hidden
 from keel.rollout import Request, SamplingParams
 from keel.rollout.options import RolloutOptions
 from keel.rollout.registry import build_engine, find_engine

@@ -17,8 +17,8 @@ from keel.envs.layouts import PROMPT, PROMPTS, Columns, problem_of
 from keel.envs.rows import READERS, BrokenRow, read_rows
 from keel.models.head import evaluating
 from keel.models.load import align_parameters, load_model
-from keel.models.loaded import LoadedModel
 from keel.models.lora import check_bias
+from keel.models.options import LoadedModel
 from keel.run.model_ref import ModelRef, adapter_base, resolve_model
 from keel.trainer.integrity import check_model
 

@@ -15,13 +15,13 @@ from keel.base.types import Completion, Group, Problem, Reward
 from keel.config import Config
 from keel.lab.plan.shapes import CudaAutocast, Hardware, VocabularyKernels
 from keel.models.chunked import default_chunk, simulate_kernels
-from keel.models.dtypes import DTYPES
 from keel.models.head import Head, body_of, causal_lm, evaluating
-from keel.models.loaded import LoadedModel
-from keel.models.logprobs import hidden_states_in_one_pass, score_hidden
 from keel.models.memory import LiveBytes
+from keel.models.options import LoadedModel
 from keel.models.pack import PackedBatch, pack
+from keel.models.precision import DTYPES
 from keel.models.prefix_attention import RowStructure, may_use_prefix_attention, simulate_cuda_memory
+from keel.models.scorer import hidden_states_in_one_pass, score_hidden
 from keel.rollout.native.graph import has_fixed_rotations
 from keel.rollout.native.llama import is_llama_shaped
 from keel.rollout.native.scheduler import NOISE_AHEAD, RolloutPasses, Traits, prefill_chunks, simulate

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from keel.config import Config, load_config
 from keel.lab.plan.dry_run import DryRun, StepCost, full_microbatches, rollout_passes
 from keel.lab.plan.shapes import Hardware, materialize, model_source, policy_shape, prompt_lengths, reference_shape
-from keel.models.loaded import LoadedModel
 from keel.models.memory import PassBytes, fitting_tokens
+from keel.models.options import LoadedModel
 from keel.rollout.native.scheduler import Traits
 from keel.run.layout import (
     DeviceLayout,

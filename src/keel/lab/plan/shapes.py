@@ -18,15 +18,13 @@ from torch.utils._pytree import tree_map
 from keel.base.errors import KeelError, first_line, unknown
 from keel.base.parts import import_object, is_import_path
 from keel.config import Config
-from keel.models.adapters import is_lora
 from keel.models.dropout import disable_dropout
-from keel.models.dtypes import DTYPES
 from keel.models.fuse import fused_kind
-from keel.models.head import causal_lm
+from keel.models.head import causal_lm, is_lora
 from keel.models.load import load_tokenizer
-from keel.models.loaded import LoadedModel
-from keel.models.lora import add_lora
-from keel.models.low_rank import lora_forward
+from keel.models.lora import add_lora, lora_forward
+from keel.models.options import LoadedModel
+from keel.models.precision import DTYPES
 from keel.models.prefix_attention import RecomputeContext
 from keel.models.tiny import tiny_config, tiny_tokenizer
 from keel.run.parts import build_named_task, build_renderer

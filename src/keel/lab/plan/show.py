@@ -22,7 +22,7 @@ from keel.lab.plan.plan import Plan, RankPlan, fewest, make_it_fit
 from keel.lab.plan.plan import plan as planned
 from keel.lab.plan.shapes import find_hardware, model_source, random_model, weights_dtype
 from keel.models.load import load_model
-from keel.models.loaded import LoadedModel
+from keel.models.options import LoadedModel
 from keel.rollout import SamplingParams
 from keel.run.build import Built, build_run
 from keel.trainer.memory import OutOfMemory, is_out_of_memory

@@ -13,15 +13,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from keel.base.errors import KeelError, first_line
 from keel.models.head import causal_lm
-from keel.models.noise import EXACT, Errors, errors_of, has_experts, judge, rounds
+from keel.models.precision import EXACT, Errors, errors_of, has_experts, judge, rounds
 from keel.models.probe import last_logits, length_past, local_windows, longest_probe, position_switches
 from keel.models.rope import length_regimes
 from keel.models.tokenizer import context_length
+from keel.rollout.native.cache import CachedRow
 from keel.rollout.native.decode import Decoder, SharedPrefixDecoder, SwitchingDecoder, UnsharedPrefixDecoder
 from keel.rollout.native.fused import fusion_obstacle
 from keel.rollout.native.graph import DecodeGraphs, graph_obstacle
 from keel.rollout.native.llama import LlamaStep, is_llama_shaped
-from keel.rollout.native.turn_cache import CachedRow
 
 _PROBE_STEPS = 4  # tokens decoded in a probe
 _PROBE_LENGTH = 32  # cache length of a probe, long enough for CUDA graphs

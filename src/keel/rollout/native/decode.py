@@ -15,11 +15,17 @@ from transformers.cache_utils import DynamicCache
 
 from keel.models.head import causal_lm
 from keel.models.rope import LengthRegimes, reset_rope
-from keel.rollout.native.cache import Prefix, SharedPrefixCache, shared_prefix_attention
+from keel.rollout.native.cache import (
+    CachedPrompt,
+    CachedRow,
+    Prefix,
+    SharedPrefixCache,
+    shared_prefix_attention,
+    stack_prompts,
+)
 from keel.rollout.native.graph import DecodeGraphs
 from keel.rollout.native.llama import LlamaStep
 from keel.rollout.native.scheduler import Traits, prefill_chunks, resume_columns
-from keel.rollout.native.turn_cache import CachedPrompt, CachedRow, stack_prompts
 from keel.rollout.sampling import SamplingParams
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,18 @@ from torch import nn
 from keel.base.errors import KeelError
 from keel.base.types import Completion
 from keel.models.head import causal_lm, evaluating
-from keel.models.load import eos_ids
-from keel.models.low_rank import trial_adapters
-from keel.models.tokenizer import context_length
+from keel.models.lora import trial_adapters
+from keel.models.tokenizer import context_length, eos_ids
 from keel.rollout.engine import Answer, Engine, Interrupted
-from keel.rollout.native.batch import DecodeBatch
+from keel.rollout.native.cache import TurnCache
 from keel.rollout.native.choose import choose_decoder
 from keel.rollout.native.decode import Decoder
 from keel.rollout.native.fused import fusion_obstacle, join_projections
 from keel.rollout.native.graph import DecodeGraphs, graph_obstacle
-from keel.rollout.native.scheduler import Scheduler
-from keel.rollout.native.turn_cache import TurnCache, weights_version
-from keel.rollout.native.weights import WeightCopy
-from keel.rollout.request import OpenRow, Request, open_rows
+from keel.rollout.native.scheduler import DecodeBatch, Scheduler
+from keel.rollout.native.weights import WeightCopy, weights_version
+from keel.rollout.request import OpenRow, Request, StopStrings, open_rows
 from keel.rollout.sampling import SamplingParams
-from keel.rollout.stops import StopStrings
 
 
 class NativeEngine(Engine):
@@ -52,8 +49,6 @@ class NativeEngine(Engine):
         kv_cache_bytes: int = 0,
         graphs: bool = True,
     ) -> None:
-        if getattr(tokenizer, "eos_token_id", None) is None:
-            raise KeelError("the tokenizer has no end-of-sequence token: set tokenizer.eos_token before sampling")
         copied = copy or dtype is not None or device is not None
         self._policy = model
         self._copy = WeightCopy(model, dtype=dtype, device=device) if copied else None
@@ -128,7 +123,7 @@ class NativeEngine(Engine):
         self, requests: Sequence[Request], sampling: SamplingParams, *, seed: int = 0, attempt: int = 0, step: int = 0
     ) -> list[list[Completion]]:
         """The completions of each request, in order. All requests are checked before anything is computed."""
-        rows = self._decode_rows(requests, sampling, (seed, attempt, step), set())
+        rows = open_rows(requests, sampling, self.check, (seed, attempt, step), set())
         self._run(rows, sampling, (seed, attempt, step))
         completions = iter([row.turn(self._stops).completion for row in rows])
         return [[next(completions) for _ in request.drawn(sampling)] for request in requests]
@@ -153,23 +148,9 @@ class NativeEngine(Engine):
 
         def next_rows(rows: list[OpenRow]) -> list[OpenRow]:
             turns = [row.turn(self._stops) for row in rows]
-            return self._decode_rows(answer(turns), sampling, noise, seen)
+            return open_rows(answer(turns), sampling, self.check, noise, seen)
 
-        self._run(self._decode_rows(requests, sampling, noise, seen), sampling, noise, next_rows)
-
-    def _decode_rows(
-        self,
-        requests: Iterable[Request],
-        sampling: SamplingParams,
-        noise: tuple[int, int, int],
-        seen: set[tuple[str, int, int]],
-    ) -> list[OpenRow]:
-        """Call `open_rows` and check the verified length."""
-        batch = list(requests)
-        rows = open_rows(batch, sampling, self.context, noise, seen)
-        for request in batch:
-            self.check(request, sampling)
-        return rows
+        self._run(open_rows(requests, sampling, self.check, noise, seen), sampling, noise, next_rows)
 
     def check(self, request: Request, sampling: SamplingParams) -> None:
         """Refuse a request that cannot be sampled, or whose context is longer than the verified length."""

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from keel.models.head import is_plain_linear
-from keel.models.low_rank import LowRank, low_rank
+from keel.models.lora import LowRank, low_rank
 from keel.rollout.native.llama import is_llama_shaped
-from keel.rollout.native.state import DecodeState
-from keel.rollout.native.streams import beside
+from keel.rollout.native.state import DecodeState, beside
 from keel.rollout.sampling import SamplingParams
 
 _ACTIVATIONS = {  # keys: class names of the modules

@@ -23,7 +23,7 @@ from keel.rollout.native.cache import SharedPrefixCache
 from keel.rollout.native.fused import FusedStep, draw
 from keel.rollout.native.scheduler import bucket, buckets
 from keel.rollout.native.state import DecodeState
-from keel.rollout.native.turn_cache import weights_layout
+from keel.rollout.native.weights import weights_layout
 from keel.rollout.sampling import SamplingParams, sorts_all
 
 

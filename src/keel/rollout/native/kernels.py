@@ -20,8 +20,8 @@ from keel.rollout.native.state import (
     PROMPT_PROGRAMS,
     SUFFIX_PARTS,
     DecodeState,
+    beside,
 )
-from keel.rollout.native.streams import beside
 from keel.rollout.sampling import block_shape
 
 

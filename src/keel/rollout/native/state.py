@@ -1,4 +1,4 @@
-"""The state of a decode step on a GPU, at fixed addresses.
+"""The state of a decode step on a GPU, at fixed addresses, and a second stream for small kernels.
 
 A CUDA graph has fixed addresses and sizes. All values that change between rollouts, including the addresses of the KV
 cache, are in tables on the device. So a graph works for any prompts, lengths and buffers.
@@ -6,8 +6,10 @@ cache, are in tables on the device. So a graph works for any prompts, lengths an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,3 +159,23 @@ class DecodeState:
     @staticmethod
     def _fill(table: Tensor, values: Sequence[int]) -> None:
         table[: len(values)] = torch.tensor(values, dtype=table.dtype)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Launch the kernels of this context on a second stream. The yielded function makes the current stream wait.
+
+    Call it before anything reads the results. A device has one second stream, so all callers must use one stream.
+    """
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    stream, second = torch.cuda.current_stream(device), _second_stream(device)
+    second.wait_stream(stream)
+    with torch.cuda.stream(second):
+        yield lambda: stream.wait_stream(second)
+
+
+@lru_cache
+def _second_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.adapters import adapter_layers, inactive_adapters, is_lora
 from keel.models.fingerprint import adapter_state, persistent_buffers
+from keel.models.head import adapter_layers, is_lora
 from keel.models.load import cast_parameters
 from keel.models.sharding import full_tensor
 from keel.rollout.native.fused import join_projections
@@ -105,9 +105,20 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
+def _inactive_adapters(model: nn.Module) -> set[str]:
+    """Name prefixes `layer.lora_A.<adapter>` of adapters that are not active."""
+    prefixes = set()
+    for prefix, layer in adapter_layers(model):
+        for kind in (*layer.adapter_layer_names, *getattr(layer, "other_param_names", ())):
+            holder = getattr(layer, kind, None)
+            names = holder if isinstance(holder, nn.ModuleDict | nn.ParameterDict) else ()
+            prefixes |= {f"{prefix}.{kind}.{name}" for name in names if name not in layer.active_adapters}
+    return prefixes
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that affect a model's output. Inactive adapters, such as a reference's, are excluded."""
-    idle = tuple(f"{prefix}." for prefix in inactive_adapters(model))
+    idle = tuple(f"{prefix}." for prefix in _inactive_adapters(model))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor for name, tensor in tensors.items() if not idle or not f"{name}.".startswith(idle)}
 
@@ -117,3 +128,21 @@ def _check_not_merged_and_off(policy: nn.Module) -> None:
     for name, layer in adapter_layers(policy):
         if layer.disable_adapters and getattr(layer, "merged_adapters", ()):
             raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
+
+
+def weights_layout(model: nn.Module) -> tuple[Any, ...]:
+    """A key that changes when a weight is replaced or an adapter is switched. Captured graphs are then invalid."""
+    adapters = tuple(
+        (str(layer.active_adapters), layer.disable_adapters, str(getattr(layer, "merged_adapters", ())))
+        for _, layer in adapter_layers(model)
+    )
+    scales = tuple(str(getattr(layer, "scaling", None)) for _, layer in adapter_layers(model))
+    return tuple((id(p), p.data_ptr()) for p in model.parameters()), adapters, scales
+
+
+def weights_version(model: nn.Module) -> tuple[Any, ...]:
+    """A key that changes with the layout and with writes to weights. Cached KV is then invalid.
+
+    It contains torch's count of writes to each tensor. Writes through `.data` are not counted; Keel has none.
+    """
+    return tuple(p._version for p in model.parameters()), *weights_layout(model)

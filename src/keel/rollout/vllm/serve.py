@@ -5,23 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import signal
-import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from keel.base.errors import KeelError, first_line
+from keel.base.errors import KeelError
 from keel.models.tokenizer import vocabulary_digest
 from keel.rollout.options import VllmOptions
+from keel.rollout.serving import bind, serve_and_announce, signals_return
+from keel.rollout.vllm import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.direct import loopback_only
-from keel.rollout.vllm.rows import Drawing, Row, Sampled, model_facts, sampled, vllm_params, vllm_prompt
+from keel.rollout.vllm.engine import Drawing, Row, Sampled, model_facts, sampled, vllm_params, vllm_prompt
 from keel.rollout.vllm.service import Backend, Service
-from keel.rollout.vllm.start import engine_arguments, import_vllm, start_error
 from keel.rollout.vllm.transfer import merge_worker_digests
 
 
@@ -168,38 +167,3 @@ async def _serve(
             raise KeelError(f"vLLM has ended ({service.ended}): see its log, and start keel serve again")
     finally:
         await service.close()
-
-
-@contextmanager
-def signals_return() -> Iterator[None]:
-    """Ignore the signal that uvicorn raises again at its end, so that vLLM's processes are shut down."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket; raises a KeelError if the address is not available."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise KeelError(
-            f"cannot listen at {host}:{port} ({first_line(error)}): give another --host or --port"
-        ) from None
-
-
-async def serve_and_announce(server: Any, listener: socket.socket, ready: Callable[[str], None]) -> None:
-    """Serve, and call `ready` when requests are accepted."""
-    import asyncio
-
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.05)
-    if server.started:
-        host, port = listener.getsockname()[:2]
-        ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    await task

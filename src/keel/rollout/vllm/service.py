@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from keel.base.errors import KeelError, first_line
-from keel.rollout.vllm.rows import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
+from keel.rollout.vllm.engine import HEARTBEAT_S, PROTOCOL, TRAINING, Drawing, Row, Sampled, from_json
 from keel.rollout.vllm.transfer import process_folder
 
 BUSY_TIMEOUT_S = 10.0  # seconds that a sync waits for rows of another training run

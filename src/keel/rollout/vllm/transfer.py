@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from keel.base.errors import KeelError
-from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint_tensors
-from keel.models.head import causal_lm
+from keel.models.head import causal_lm, is_lora
 from keel.models.sharding import full_tensor
 from keel.rollout.engine import ModelMismatch, StaleWeights
 
@@ -226,12 +225,9 @@ class PartDigests:
             self._by_name.setdefault(tied.get(part.name, part.name), []).append(part)
         self.digests: dict[str, str] = {}
 
-    def reset(self) -> None:
-        """Reset the digests."""
-        self.digests = {}
-
     def recorded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors and record the digests of their parts; tensors without a part under their own name."""
+        self.digests = {}
         for name, tensor in named:
             for part in self._by_name.get(name, [Part(name)]):
                 self.digests[str(part)] = part.digest(part.of(tensor))

@@ -10,8 +10,8 @@ from keel.doctor.verdict import Outcome
 from keel.eval.statistics import normal_interval
 from keel.integrations.trl.preflight.subject import TrlSubject
 from keel.kl import k3
-from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
+from keel.models.head import is_lora
 from keel.models.lora import adapter_is_zero
 from keel.reference.weights import unwrap
 

@@ -27,8 +27,8 @@ from keel.integrations.trl.preflight.trainer import patched, trainable
 from keel.integrations.trl.scoring import policy_of
 from keel.integrations.trl.settings import config_of
 from keel.integrations.trl.trainer import KeelGRPOTrainer
-from keel.models.adapters import is_lora
-from keel.models.loaded import LoadedModel
+from keel.models.head import is_lora
+from keel.models.options import LoadedModel
 from keel.models.pack import right_pad
 from keel.reference.weights import unwrap
 from keel.rollout.sampling import SamplingParams

@@ -19,8 +19,8 @@ from keel.integrations.trl.preflight.subject import TrlSubject
 from keel.integrations.trl.preflight.trainer import patched
 from keel.integrations.trl.rundir import load_state, save_state
 from keel.kl import k3
-from keel.models.adapters import is_lora
 from keel.models.fingerprint import fingerprint
+from keel.models.head import is_lora
 from keel.reference.weights import unwrap
 
 

@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from keel.base.errors import KeelError
-from keel.models import fuse, noise, prefix_attention
-from keel.models.noise import Errors, in_dtype, judge, rounds
+from keel.models import fuse, precision, prefix_attention
+from keel.models.precision import Errors, in_dtype, judge, rounds
 from keel.models.probe import probe_packing
 from keel.rollout.native import choose, decode
 
@@ -123,7 +123,7 @@ def test_equal_noise_is_accepted_and_more_noise_refused_with_both_figures(routed
         assert judge(draw, routed=routed) is None
     draw, seeds = draws(lambda g: (noisy(g, 0.2), noisy(g)))
     fast, plain = figures(judge(draw, routed=routed))
-    assert len(seeds) == noise.DRAWS
+    assert len(seeds) == precision.DRAWS
     assert 1.5 < fast / plain < 3.0
 
 
@@ -153,8 +153,8 @@ def test_errors_that_move_are_a_bug_but_where_a_router_sends_tokens_to_experts()
     bug[3] = 5.0
     for routed in (False, True):
         assert judge(draws(lambda g: (noisy(g) + bug, noisy(g)))[0], routed=routed) is not None
-    assert noise.has_experts(MixtralForCausalLM(MixtralConfig(**TINY)))
-    assert not noise.has_experts(llama())
+    assert precision.has_experts(MixtralForCausalLM(MixtralConfig(**TINY)))
+    assert not precision.has_experts(llama())
 
 
 def test_an_exact_plain_path_allows_rounding_alone() -> None:

@@ -1,7 +1,8 @@
-"""Trials of fast paths: the error against fp32 is compared with the error of the plain path that is replaced.
+"""Dtypes and rounding: names, device support, and comparison of fast paths with fp32.
 
-In half precision two correct computations differ, and more so in wider and deeper models. A fixed tolerance would
-refuse large models or accept bugs in small ones.
+A fast path is accepted by its error against fp32, compared with the error of the plain path that it replaces. In half
+precision two correct computations differ, and more so in wider and deeper models. A fixed tolerance would refuse large
+models or accept bugs in small ones.
 """
 
 from __future__ import annotations
@@ -15,8 +16,57 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from keel.models.dtypes import ieee_matmuls, matmul_eps
-from keel.models.head import config_numbers, transformer_blocks
+from keel.base.errors import KeelError
+from keel.models.head import config_numbers, module_dtype, transformer_blocks
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device supports bfloat16 natively; GPUs before Ampere do not."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
+    """Refuse bfloat16 if the GPU only emulates it."""
+    if dtype == torch.bfloat16 and not has_bfloat16(device):
+        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (Ampere or later is needed): use {instead}")
+
+
+def matmul_eps(model: nn.Module) -> float:
+    """The relative rounding of the model's matrix products; TF32 has ten mantissa bits."""
+    dtype = module_dtype(model)
+    if dtype == torch.float32 and next(model.parameters()).is_cuda and _tf32():
+        return 2.0**-10
+    return torch.finfo(dtype).eps
+
+
+def _tf32() -> bool:
+    """Whether fp32 products are rounded to TF32. torch raises for the old flag if the new one has been set."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    return precision == "tf32" if precision != "none" else torch.backends.cuda.matmul.allow_tf32
+
+
+@contextmanager
+def ieee_matmuls() -> Iterator[None]:
+    """Within this context, fp32 products on a GPU are not rounded to TF32."""
+    matmul = torch.backends.cuda.matmul
+    older = getattr(matmul, "fp32_precision", "none") == "none"
+    flag, ieee = ("allow_tf32", False) if older else ("fp32_precision", "ieee")
+    before = getattr(matmul, flag)
+    setattr(matmul, flag, ieee)
+    try:
+        yield
+    finally:
+        setattr(matmul, flag, before)
+
 
 MOST_ERROR = 1.5  # limit of the RMS error over all positions, in multiples of the plain path's
 MOST_AT_A_POSITION = 3.0  # limit of the error at one position, in multiples of the plain path's
@@ -96,6 +146,16 @@ def judge(
         if fault is None or _clearly_wrong(draws[0], exact, slack):
             return fault
     return fault
+
+
+def accepted(draw: Callable[[int], Errors], *, exact: float = EXACT, routed: bool = False) -> bool:
+    """Whether `judge` accepts a fast path. A third-party model may raise any exception; its path is then refused."""
+    try:
+        return judge(draw, exact=exact, routed=routed) is None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
 
 
 def has_experts(model: nn.Module) -> bool:
