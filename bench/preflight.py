@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from keel.config import load_config
+from keel.doctor.measure import Outcome
 from keel.doctor.preflight import preflight
-from keel.doctor.verdict import Outcome
 from random_model import save_random_llama
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,8 +28,8 @@ import faults.log_operators_run
 import faults.log_operators_wild  # noqa: F401  (they register their operators)
 from faults.log_names import LOGGED, PART, PARTS_LOGGED, TRAINERS
 from faults.log_writers import FORMATS, Log, write_log
-from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.examine import examine
+from keel.doctor.findings import Diagnosis
 
 __all__ = ["TRAINERS", "Log", "examine_log", "healthy_log", "write_log"]
 

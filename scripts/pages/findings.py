@@ -6,7 +6,7 @@ import re
 
 from keel.doctor.causes import CAUSES
 from keel.doctor.findings import CODES, Code
-from keel.doctor.measures import MEASURES
+from keel.doctor.preflight import MEASURES
 from keel.doctor.suspects import SUSPECTS, Suspect
 from keel.doctor.thresholds import shipped_thresholds
 from pages.tables import anchored, prose, table

@@ -10,9 +10,8 @@ from unittest.mock import patch
 from doctor.schooled import schooled_config
 from keel.config import Config, load_config
 from keel.config.text import parse
-from keel.doctor.diagnosis import Diagnosis
-from keel.doctor.measures import MEASURES
-from keel.doctor.preflight import preflight
+from keel.doctor.findings import Diagnosis
+from keel.doctor.preflight import MEASURES, preflight
 from keel.doctor.runs import option_of
 
 SECTIONS = "|".join(Config.model_fields)

@@ -20,13 +20,12 @@ from keel.config.checks import advice as surprises
 from keel.config.peers import tables
 from keel.doctor.advice import either, option_of, setting, steered, times
 from keel.doctor.checks import check_history
-from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.examine import examine
-from keel.doctor.findings import propose
+from keel.doctor.findings import Diagnosis, propose
 from keel.doctor.history import History
 from keel.doctor.keel_subject import build_subject
-from keel.doctor.measures import MEASURES
 from keel.doctor.names import TRAINERS
+from keel.doctor.preflight import MEASURES
 from keel.kl import build_controller, controller_from_options
 
 pytestmark = pytest.mark.doctor

@@ -13,13 +13,11 @@ import torch
 
 from doctor.schooled import counted, schooled_config
 from keel.base.types import Problem, Reward
-from keel.doctor import budget
+from keel.doctor import preflight as module
 from keel.doctor import subject as doctor_subject
-from keel.doctor.budget import LEAST_TOKENS, budget_note, token_budget, within_budget
 from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.measure import Measure
-from keel.doctor.measures import MEASURES
-from keel.doctor.preflight import preflight
+from keel.doctor.preflight import LEAST_TOKENS, MEASURES, budget_note, preflight, token_budget, within_budget
 from keel.doctor.probes.balance import probe_balance
 from keel.doctor.probes.collection import probe_collection
 from keel.doctor.probes.reach import probe_reach
@@ -45,7 +43,7 @@ def test_a_small_model_has_the_whole_batch(setup):
 
 def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup, monkeypatch):
     size = sum(p.numel() for p in setup.policy.model.parameters())
-    monkeypatch.setattr(budget, "PASS_FLOP", 2 * size * 250)  # a batch of 250 tokens
+    monkeypatch.setattr(module, "PASS_FLOP", 2 * size * 250)  # a batch of 250 tokens
     less = within_budget(setup)
     assert less.sampled == setup.groups
     assert less.shared is setup.shared
@@ -68,7 +66,7 @@ def test_a_large_one_has_fewer_and_shorter_completions_with_their_rewards(setup,
 
 @pytest.mark.slow
 def test_a_healthy_configuration_is_healthy_on_less(monkeypatch):
-    monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
+    monkeypatch.setattr(module, "PASS_FLOP", 1.0)
     diagnosis = preflight(schooled_config())
     assert diagnosis.healthy, diagnosis.findings
     assert any(note.startswith("passes over the model") for note in diagnosis.notes)
@@ -102,7 +100,7 @@ def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
     """Loss weights and nats per completion must equal those of full completions, whatever is cut."""
     config = schooled_config(*LONG, f"loss.loss_type={loss}", "kl.reduction=loss", "kl.estimator=exact")
     whole = build_subject(config, reward=lambda problem, text: Reward(float(len(text) % 5)))
-    monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
+    monkeypatch.setattr(module, "PASS_FLOP", 1.0)
     with closing(whole.run):
         cut = within_budget(whole)
         assert max(len(c.tokens) for c in cut.batch.completions) == LEAST_TOKENS
@@ -118,8 +116,8 @@ def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
 
 def test_truncated_completions_are_those_that_were_sampled_so(monkeypatch):
     config = schooled_config("loss.mask_truncated_completions=true", "kl.collect_max=0.5")
-    monkeypatch.setattr(budget, "PASS_FLOP", 1.0)
-    monkeypatch.setattr(budget, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(module, "PASS_FLOP", 1.0)
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
     whole = build_subject(config)
     with closing(whole.run):
         cut = within_budget(whole)

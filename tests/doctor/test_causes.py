@@ -8,8 +8,7 @@ import pytest
 
 from keel.doctor import CODES, Finding, ranked
 from keel.doctor.causes import CAUSES, covered, explain, symptoms
-from keel.doctor.diagnosis import Diagnosis
-from keel.doctor.findings import Severity
+from keel.doctor.findings import Diagnosis, Severity
 
 # what no other finding causes, and what causes none
 ALONE = {"doctor/threshold-raised", "kl/unneeded", "sampler/unreported"}

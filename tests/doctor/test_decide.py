@@ -15,15 +15,13 @@ from doctor.schooled import schooled_config
 from keel.base.types import Group, Problem
 from keel.doctor import decide as module
 from keel.doctor.asking import TABLES, measure_format
-from keel.doctor.decide import Gap, Table, by_mean, decide, earned_under, matters, of_gains, open_gap
+from keel.doctor.decide import Gap, Hypothesis, Table, by_mean, decide, earned_under, matters, of_gains, open_gap, swap
 from keel.doctor.findings import Finding
-from keel.doctor.hypothesis import Hypothesis, swap
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.loading import measure_loading
-from keel.doctor.measure import Measure, examine
+from keel.doctor.measure import Measure, Outcome, Verdict, examine
 from keel.doctor.subject import Budget
 from keel.doctor.thresholds import load_thresholds
-from keel.doctor.verdict import Outcome, Verdict
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.rollout.render import TEMPLATES
 

@@ -12,8 +12,8 @@ from doctor.histories import healthy
 from keel.doctor import Diagnosis, Finding, ranked
 from keel.doctor.causes import explain
 from keel.doctor.checks import check_history
-from keel.doctor.diagnosis import SuspectVerdict
 from keel.doctor.display import show_diagnosis
+from keel.doctor.findings import SuspectVerdict
 
 EVIDENCE = (
     "one update at optim.learning_rate=0.1 takes the policy 2.09 nats per token from where it was (over 0.05); " * 3

@@ -19,15 +19,16 @@ from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes import episodes
 from keel.doctor.probes.episodes import REPLAYED, SECONDS, episode_findings, rejudged_findings, unfinished
-from keel.doctor.replayed import asked_of, replayed
 from keel.doctor.replies import (
     PLAYS,
     PLAYS_OF_SINGLE_TURNS,
     OutOfPlays,
     answers_again,
+    asked_of,
     contents,
     first_turn,
     is_useless,
+    replayed,
     stands_in,
 )
 from keel.doctor.replies import replies as read_replies

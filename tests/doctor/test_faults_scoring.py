@@ -16,7 +16,7 @@ from doctor import faults
 from doctor.followed import check_named_first, repeated
 from doctor.schooled import schooled_config
 from keel.doctor import gradient, scoring
-from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.findings import Diagnosis
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.sampler import noise_findings

@@ -24,7 +24,7 @@ from doctor.served import (
     serving,
 )
 from keel.cli import main
-from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.findings import Diagnosis
 from keel.doctor.preflight import preflight
 from keel.models.tiny import CHARACTERS, character_tokenizer
 

@@ -14,14 +14,14 @@ from doctor.schooled import schooled_config
 from keel.config import Config, load_config
 from keel.doctor.checks import check_history
 from keel.doctor.checks.kl import DR_GRPO
-from keel.doctor.diagnosis import SuspectVerdict
+from keel.doctor.findings import SuspectVerdict
 from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject, build_subject
+from keel.doctor.measure import Outcome
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.kl_term import probe_kl_term
 from keel.doctor.suspects import judge_suspects, preflight_figures
 from keel.doctor.thresholds import load_thresholds
-from keel.doctor.verdict import Outcome
 from keel.kl.facts import CORRECT_GRADIENTS, FACTS, NEAR, PAPERS, POLICY_REF, Fact, check_pairing, suggest_pairing
 from keel.losses import LOSSES
 

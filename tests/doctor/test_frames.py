@@ -7,9 +7,9 @@ from typing import Any
 
 from doctor.asked import HEADER, SYSTEM, asked
 from keel.base.types import Problem
-from keel.doctor.frame import frame_of
 from keel.doctor.probes.episodes import rejudged_findings
 from keel.doctor.probes.problems import contradiction_findings
+from keel.doctor.rendering import frame_of
 from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import Renderer

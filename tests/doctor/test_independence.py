@@ -10,8 +10,7 @@ import pytest
 from doctor.test_episodes import playing
 from keel.base.types import Problem
 from keel.doctor.calls import PROPERTIES, _unrelated
-from keel.doctor.replayed import Replayed, Wrong
-from keel.doctor.replies import contents
+from keel.doctor.replies import Replayed, Wrong, contents
 from keel.envs import Episode
 from keel.envs.episode import step_sync
 

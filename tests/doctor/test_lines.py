@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keel.base.files import drop_lines_after
-from keel.doctor.lines import GrowingLines
+from keel.doctor.runs import GrowingLines
 
 GOOD = st.builds(lambda step, text: json.dumps({"step": step, "text": text}), st.integers(0, 9), st.text(max_size=12))
 LINE = st.one_of(GOOD, st.sampled_from(["", "  ", "[]", "not json", '{"step": 1', "\ufeff{}"]))
@@ -70,7 +70,7 @@ def test_only_what_is_new_is_read(tmp_path, monkeypatch):
     with path.open("a") as file:
         file.write('{"step": 5000}\n{"step": 50')
     parsed = []
-    monkeypatch.setattr("keel.doctor.lines.json_lines", lambda lines: parsed.extend(lines) or iter(()))
+    monkeypatch.setattr("keel.doctor.runs.json_lines", lambda lines: parsed.extend(lines) or iter(()))
     growing.read([])
     assert [line for line in parsed if line] == [b'{"step": 5000}', b'{"step": 50']
 

@@ -14,8 +14,7 @@ from transformers import GraniteConfig, GraniteForCausalLM
 
 from doctor.schooled import fresh_model, schooled_config
 from keel.base.types import Problem
-from keel.doctor.decide import Likelier, _tells_apart
-from keel.doctor.hypothesis import Hypothesis, swap
+from keel.doctor.decide import Hypothesis, Likelier, _tells_apart, swap
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.loading import adapters, changes, measure_loading, set_for_a_while
 from keel.models.head import causal_lm

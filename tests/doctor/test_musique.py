@@ -9,7 +9,7 @@ import pytest
 
 from doctor.followed import preflight_of
 from doctor.worlds import musique_config
-from keel.doctor.diagnosis import Diagnosis, SuspectVerdict
+from keel.doctor.findings import Diagnosis, SuspectVerdict
 from keel.doctor.preflight import preflight
 
 pytestmark = pytest.mark.doctor

@@ -17,7 +17,7 @@ from keel.doctor.checks import check_history
 from keel.doctor.examine import examine
 from keel.doctor.names import SHORT, TRAINERS, canonical
 from keel.doctor.readers import parse_map, read_history
-from keel.doctor.readers.trl import read_training_args
+from keel.doctor.readers.trainers import read_training_args
 from keel.loggers import JsonlLogger, MultiLogger, RunDirectory
 
 

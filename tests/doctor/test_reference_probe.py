@@ -11,10 +11,10 @@ from torch import nn
 from doctor.schooled import schooled_config, schooled_model
 from keel.base.errors import KeelError
 from keel.doctor.keel_subject import build_subject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.reference import devices, probe_reference, reference_fingerprint
 from keel.doctor.probes.start import WeightDifference, compare_weights, explain_start, sums_against_means
 from keel.doctor.thresholds import load_thresholds
-from keel.doctor.verdict import Outcome
 from keel.models.fingerprint import fingerprint
 from keel.models.lora import add_lora
 from keel.models.options import LoraOptions

@@ -10,12 +10,11 @@ import pytest
 
 from doctor.histories import altered, healthy
 from keel.doctor.checks import check_history
-from keel.doctor.diagnosis import SuspectVerdict
-from keel.doctor.findings import CODES, finding
+from keel.doctor.findings import CODES, SuspectVerdict, finding
 from keel.doctor.history import History, Series
+from keel.doctor.measure import Outcome
 from keel.doctor.suspects import SUSPECTS, RuleOut, Suspect, history_figures, judge_suspects, preflight_figures
 from keel.doctor.thresholds import load_thresholds
-from keel.doctor.verdict import Outcome
 
 LIMITS = load_thresholds()
 NAMES = [*(f"H0{i}" for i in range(1, 9)), *(f"E0{i}" for i in range(1, 7))]

@@ -16,7 +16,7 @@ from keel.doctor.findings import Finding, ranked
 from keel.doctor.gap import in_float32
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.measure import examine
-from keel.doctor.measures import MEASURES
+from keel.doctor.preflight import MEASURES
 
 pytestmark = pytest.mark.doctor
 

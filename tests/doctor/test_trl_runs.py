@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from keel.doctor.diagnosis import Diagnosis
 from keel.doctor.examine import examine
+from keel.doctor.findings import Diagnosis
 
 RUNS = Path(__file__).parent / "trl_runs"
 BROKEN = {

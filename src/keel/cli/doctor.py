@@ -14,8 +14,8 @@ from keel.base.errors import KeelError
 from keel.cli.app import ANY_OPTION, app, configuration, print_json, split
 
 if TYPE_CHECKING:
-    from keel.doctor.diagnosis import Diagnosis
-    from keel.doctor.verdict import Outcome
+    from keel.doctor.findings import Diagnosis
+    from keel.doctor.measure import Outcome
 
 DOCTOR_HELP = """Diagnose a run, a log, or a configuration before it runs. The worst finding comes first.
 
@@ -148,8 +148,7 @@ def _preflight(
     args: list[str], threshold: list[str], *, quick: bool, as_json: bool, verbose: bool
 ) -> tuple[str, Diagnosis]:
     config = configuration(args)  # before torch is loaded
-    from keel.doctor.measures import MEASURES
-    from keel.doctor.preflight import preflight
+    from keel.doctor.preflight import MEASURES, preflight
     from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of(config.model_dump(), threshold)

@@ -5,8 +5,7 @@ torch is not imported until an experiment runs.
 
 from __future__ import annotations
 
-from keel.doctor.diagnosis import Diagnosis
-from keel.doctor.findings import CODES, Finding, finding, ranked
+from keel.doctor.findings import CODES, Diagnosis, Finding, finding, ranked
 from keel.doctor.thresholds import Threshold, Thresholds, load_thresholds
 
 __all__ = ["CODES", "Diagnosis", "Finding", "Threshold", "Thresholds", "finding", "load_thresholds", "ranked"]

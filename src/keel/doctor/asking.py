@@ -17,13 +17,15 @@ from typing import Any
 
 from keel.base.types import Problem
 from keel.config import Config
-from keel.doctor.decide import CHOOSING, Table, by_mean, decide
+from keel.doctor.decide import CHOOSING, Hypothesis, Table, by_mean, decide, swap
 from keel.doctor.evidence import level
 from keel.doctor.findings import Advice, Options, Severity, finding, propose
-from keel.doctor.frame import Frame, Tokens, frame_of
-from keel.doctor.hypothesis import Hypothesis, swap
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome, Verdict
 from keel.doctor.rendering import (
+    Frame,
+    Tokens,
+    frame_of,
     in_template,
     messages_in,
     messages_of,
@@ -32,7 +34,6 @@ from keel.doctor.rendering import (
     tokenizer_finding,
     turn_marks,
 )
-from keel.doctor.verdict import Outcome, Verdict
 from keel.run.build import build_renderer
 
 Prompt = Callable[[Problem], Tokens]

@@ -20,14 +20,19 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.problems import answer_of, leak_findings
 from keel.doctor.rendering import words
-from keel.doctor.replayed import FEWEST, MOST, Replayed, Wrong, asked_of, replayed
 from keel.doctor.replies import (
+    FEWEST,
+    MOST,
     TAG,
+    Replayed,
+    Wrong,
     answers_again,
+    asked_of,
     contents,
     first_turn,
     is_useless,
     played_again,
+    replayed,
     squeezed,
     stands_in,
 )

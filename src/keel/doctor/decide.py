@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from statistics import fmean, stdev
@@ -22,11 +23,43 @@ from torch import Tensor
 
 from keel.base.types import Group, Problem
 from keel.doctor.evidence import by_signs, level, more_groups
-from keel.doctor.findings import finding
+from keel.doctor.findings import Advice, Severity, finding
 from keel.doctor.gap import average, largest
-from keel.doctor.hypothesis import Hypothesis
-from keel.doctor.verdict import Verdict
-from keel.doctor.weights import row_logits
+from keel.doctor.measure import Verdict
+from keel.doctor.subject import Subject, row_logits
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One possible explanation of a measurement, tested as an experiment.
+
+    `name` completes a sentence such as "the gap closes at NAME" or "answers are likelier NAME". `apply` yields the
+    subject with one part replaced by a trusted one or with one input edited, and restores it afterwards.
+    """
+
+    name: str
+    code: str
+    cause: str
+    advice: Advice | str
+    apply: Callable[[Subject], AbstractContextManager[Subject]]
+    severity: Severity | None = None
+
+
+def swap(**parts: Any) -> Callable[[Subject], AbstractContextManager[Subject]]:
+    """An experiment that replaces methods of the subject."""
+    return lambda subject: nullcontext(subject.swapped(**parts))
+
+
+def within(context: Callable[[Subject], AbstractContextManager[Any]]) -> Callable[[Subject], Any]:
+    """An experiment inside a context that changes the subject's own model."""
+
+    @contextmanager
+    def applied(subject: Subject) -> Iterator[Subject]:
+        with context(subject):
+            yield subject.swapped()
+
+    return applied
+
 
 # ------------------------------------------------------------------------ exact
 

@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keel.doctor.diagnosis import Diagnosis
-from keel.doctor.findings import Finding, ranked
+from keel.doctor.findings import Diagnosis, Finding, ranked
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 VERDICTS = {"confirmed": "bold red", "ruled out": "green"}

@@ -9,9 +9,9 @@ from typing import Any
 from keel.base.errors import KeelError
 from keel.base.files import encode, write_atomic
 from keel.doctor.checks import check_history
-from keel.doctor.diagnosis import Diagnosis
+from keel.doctor.findings import Diagnosis
 from keel.doctor.readers import is_run, read_history, runs_below
-from keel.doctor.readers.keel_run import history_of, is_keel_run
+from keel.doctor.readers.trainers import history_of, is_keel_run
 from keel.doctor.runs import RunRecord
 from keel.doctor.thresholds import thresholds_of
 from keel.loggers.rundir import FINDINGS

@@ -1,4 +1,4 @@
-"""How much log-probabilities may differ by rounding, and the effect of lower precision on them."""
+"""How much log-probabilities may differ by rounding, and the effect of precision, mode and dropout on them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from keel.doctor.subject import Subject
+from keel.config import Config
+from keel.doctor import advice
+from keel.doctor.findings import Advice
+from keel.doctor.subject import Subject, backup
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.weights import backup
+from keel.models.head import evaluating
 
 ROUNDING = 1e-4  # nats; the mean difference between two summation orders in fp32 is smaller
 _LEFT, _LEFT_HALF = 0.02, 0.1  # share of a gap that may remain after its cause is removed; larger for 16-bit weights
@@ -110,3 +114,40 @@ def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> 
         return False
     moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # tokens that bfloat16 does not change are not counted
     return float(moved.double().mean()) >= thresholds["precision_moved"]
+
+
+# ------------------------------------------------------------------------ evaluation mode and dropout
+
+
+def no_dropout(config: Config) -> Advice:
+    """The option that turns dropout off, if the configuration turns it on; otherwise user code applies it."""
+    return advice.either(
+        advice.setting("set {}", advice.without_dropout(config.to_dict())),
+        "a loader or scorer of your own must leave model.eval() on",
+        joined="; ",
+    )
+
+
+def is_active_dropout(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode, with gradients."""
+    with evaluating(model), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Run with every functional dropout as the identity, whatever its `training` argument."""
+    names = ("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+    originals = {name: getattr(functional, name) for name in names}
+    try:
+        for name in names:
+            setattr(functional, name, lambda x, *args, **options: x)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(functional, name, function)

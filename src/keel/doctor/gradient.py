@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from keel.doctor.findings import Finding, finding
-from keel.doctor.gap import in_half_precision
+from keel.doctor.gap import eval_mode, in_half_precision, is_active_dropout, no_dropout
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.modes import eval_mode, is_active_dropout, no_dropout
+from keel.doctor.subject import Text, most_logits, perturbed_weights
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.weights import Text, most_logits, perturbed_weights
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of fp32 rounding, as in sums of hundreds of terms

@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from keel.base.types import Group, Problem
-from keel.doctor.decide import TESTING, Table, decide
+from keel.doctor.decide import TESTING, Hypothesis, Table, decide, swap
 from keel.doctor.evidence import level
-from keel.doctor.frame import Tokens
-from keel.doctor.hypothesis import Hypothesis, swap
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.rendering import TOKENIZER_ADVICE, TOKENIZER_CAUSE
-from keel.doctor.verdict import Outcome, Verdict
+from keel.doctor.measure import Outcome, Verdict
+from keel.doctor.rendering import TOKENIZER_ADVICE, TOKENIZER_CAUSE, Tokens
 from keel.models.head import causal_lm
 from keel.rollout.native.engine import NativeEngine
 

@@ -20,25 +20,26 @@ from torch.nn import functional
 from keel.base.errors import first_line
 from keel.base.types import Completion, Group
 from keel.doctor.advice import changes, either, setting
-from keel.doctor.decide import Gap, OpenGap, open_gap
-from keel.doctor.draws import best_temperature
+from keel.doctor.decide import Gap, Hypothesis, OpenGap, open_gap, swap, within
+from keel.doctor.draws import best_temperature, ordinary_tokens
 from keel.doctor.findings import Advice, finding
 from keel.doctor.gap import (
     average,
     bf16_scores,
     close,
     closed,
+    eval_mode,
     in_float32,
     in_half_precision,
+    is_active_dropout,
     largest,
+    no_dropout,
     rounding_explains,
+    without_dropout,
 )
 from keel.doctor.gradient import gradient_findings
-from keel.doctor.hypothesis import Hypothesis, swap, within
-from keel.doctor.modes import eval_mode, is_active_dropout, no_dropout, without_dropout
-from keel.doctor.strange import ordinary_tokens
+from keel.doctor.measure import Outcome, Verdict, no_memory_for
 from keel.doctor.subject import Subject
-from keel.doctor.verdict import Outcome, Verdict, no_memory_for
 from keel.models.head import evaluating
 from keel.trainer.memory import is_out_of_memory
 

@@ -13,15 +13,14 @@ from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, Literal
 
 from keel.base.yaml_text import load_package_yaml
-from keel.doctor.diagnosis import SuspectVerdict
-from keel.doctor.findings import CODES, Advice, Finding, overrides
+from keel.doctor.findings import CODES, Advice, Finding, SuspectVerdict, overrides
 from keel.doctor.formula import Formula
 from keel.doctor.history import History, early_moves
 from keel.doctor.runs import number
 from keel.doctor.thresholds import Thresholds
 
 if TYPE_CHECKING:
-    from keel.doctor.verdict import Outcome
+    from keel.doctor.measure import Outcome
 
 Side = Literal["at least", "at most"]
 

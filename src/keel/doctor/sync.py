@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from keel.base.types import Group
-from keel.doctor.draws import Draws, batch_draws, draws, unfiltered
+from keel.doctor.draws import STRANGE_STEPS, Draws, batch_draws, draws, strange_turns, unfiltered
 from keel.doctor.findings import finding
 from keel.doctor.gap import ROUNDING, average, rounding_explains
+from keel.doctor.measure import Outcome, Verdict
 from keel.doctor.probes.reported import Reports
-from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.subject import STRONG_NOISE, Subject
-from keel.doctor.verdict import Outcome, Verdict
 
 _SMALL = 0.01  # share of a weight's RMS, the size of an update
 _MISSED = 0.3  # a synced engine misses at most this share of the small change

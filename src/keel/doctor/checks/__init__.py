@@ -9,8 +9,7 @@ from pkgutil import iter_modules
 
 from keel.doctor.causes import explain, figures_in_scope, in_scope
 from keel.doctor.checks.base import CHECKS, Log, Unchecked
-from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.doctor.findings import Finding, ranked
+from keel.doctor.findings import Diagnosis, Finding, ranked, with_threshold_notes
 from keel.doctor.formula import formula_of
 from keel.doctor.history import History
 from keel.doctor.suspects import history_figures, judge_suspects

@@ -21,13 +21,13 @@ from keel.doctor.evidence import level, more_groups
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import mean_kl, policy_states
 from keel.doctor.probes.objective import ADVANTAGES, group_spreads, loss_gradient
 from keel.doctor.probes.reach import course
 from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, moved
+from keel.doctor.subject import backup
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
-from keel.doctor.weights import backup
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages

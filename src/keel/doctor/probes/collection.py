@@ -19,6 +19,7 @@ from keel.doctor.evidence import (
 )
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.pairing import alignment_findings
 from keel.doctor.probes.episodes import episode_findings, rejudged_findings
 from keel.doctor.probes.exploits import exploit_findings, idle_findings
@@ -39,7 +40,6 @@ from keel.doctor.probes.misfit import (
 )
 from keel.doctor.probes.model import golds, read_golds
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 
 # If no more can be sampled, none out of so many is a warning with its p-value.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from keel.doctor.advice import unfiltered
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.problems import held_out_problems, training_steps
 from keel.doctor.recording import RecordingEngine
 from keel.doctor.rendering import rendered
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.envs.judge import Judge
 from keel.eval.evaluate import evaluate
 from keel.kl import exact_kl

@@ -16,10 +16,10 @@ from keel.doctor.expected import GRADIENT_MEANINGS, MeasuredGradient, measure_te
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.formula import formula_of
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import mean_kl, policy_states, reference_states
 from keel.doctor.probes.update import loss_gradients
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.kl import advise
 from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, divergence_of
 from keel.losses import scale_rewards

@@ -15,10 +15,10 @@ from keel.doctor.advice import either
 from keel.doctor.evidence import at_least, chance_above, level, more_groups
 from keel.doctor.findings import Finding, Severity, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.probes.update import FirstUpdate, moved, one_digit
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.losses import LossOptions
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch

@@ -26,11 +26,11 @@ from keel.doctor.draws import (
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import average, largest
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import alternatives, applied
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.subject import STRONG_NOISE
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.models.pack import right_pad
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim

@@ -16,10 +16,10 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.rendering import messages_of, tokenizer_finding, word_by_word, words
+from keel.doctor.subject import row_logits
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
-from keel.doctor.weights import row_logits
 from keel.envs import Task
 from keel.models.head import causal_lm
 

@@ -13,9 +13,9 @@ from keel.doctor.advice import either
 from keel.doctor.evidence import SAME, chance_above, level, more_groups
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.controller import LEVELS, controller_findings
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.losses import LossOptions, count_denominators, group_statistics, objective, zero_variance
 from keel.losses.advantages import EPSILON
 from keel.losses.recipes import get_loss, scale_rewards

@@ -13,6 +13,7 @@ from typing import Any
 from keel.base.types import Problem
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.problems import contradiction_findings, eval_leak, leak_findings, repeat_findings, system_leaks
 from keel.doctor.rendering import (
     in_template,
@@ -26,7 +27,6 @@ from keel.doctor.rendering import (
 )
 from keel.doctor.replies import squeezed
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.rollout.render import Renderer
 
 _LOOKED_AT = 32  # problems of the first step whose prompts are read

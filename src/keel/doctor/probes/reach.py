@@ -17,10 +17,10 @@ from torch import nn
 from keel.doctor.advice import either
 from keel.doctor.findings import Advice, Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import entropy, mean_kl, policy_states
 from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, one_digit, undone
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 
 MOST_UPDATES = 10_000  # a longer schedule is sampled at this many updates
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0

@@ -15,9 +15,9 @@ from keel.doctor.advice import either, setting
 from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import Reference
 from keel.reference.kinds import KINDS, build_reference

@@ -13,23 +13,24 @@ import torch
 
 from keel.base.types import Group
 from keel.doctor.draws import (
+    STRANGE_STEPS,
     Draws,
     batch_draws,
     chance_of,
     draws,
     first_tokens,
     most_tokens,
+    strange_turns,
 )
 from keel.doctor.evidence import level, log_mean_exp, log_odds_of_copies, more_groups, odds_of_patterns
 from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import in_half_precision, largest
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import Alternative, alternatives, configured_finding, drawn_finding, filter_odds
 from keel.doctor.probes.masks import foreign
 from keel.doctor.probes.reported import Reports, filtered_findings, reported_finding
-from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.rollout.sampling import SamplingParams
 
 _TARGET_TOKENS = 1500  # number of tokens for the test of draws

@@ -12,8 +12,8 @@ from keel.config import Config
 from keel.doctor.advice import changes, either, setting
 from keel.doctor.advice import reference as as_kind
 from keel.doctor.findings import Advice, Finding, finding
+from keel.doctor.gap import eval_mode, no_dropout
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.modes import eval_mode, no_dropout
 from keel.doctor.probes.exploration import policy_states, reference_states
 from keel.doctor.thresholds import Thresholds
 from keel.kl import k3

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from keel.base.types import Completion, Group
 from keel.doctor.draws import (
+    STRANGE_STEPS,
     Draws,
     best_temperature,
     chance_of,
     draws,
     filters,
     most_tokens,
+    strange_turns,
     tail_masses,
     unfiltered,
     uniform_p_value,
@@ -32,12 +34,11 @@ from keel.doctor.evidence import SAME, log_mean_exp
 from keel.doctor.findings import Finding, Severity, finding
 from keel.doctor.gap import ROUNDING, average, closed, in_half_precision, largest, rounding_explains
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import alternatives
 from keel.doctor.probes.other_prompts import OtherPrompt, cuts, other_prompts
 from keel.doctor.probes.reported import Reports
-from keel.doctor.strange import STRANGE_STEPS, strange_turns
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
 from keel.rollout.request import Request, StopStrings, Turn
 from keel.rollout.sampling import SamplingParams
 

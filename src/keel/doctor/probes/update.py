@@ -17,11 +17,11 @@ from keel.config import Config
 from keel.doctor.advice import warmed_up
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import mean_kl, policy_states
 from keel.doctor.probes.start import token_kl
+from keel.doctor.subject import backup
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.verdict import Outcome
-from keel.doctor.weights import backup
 from keel.kl import KLState
 from keel.losses import global_denominators, objective
 from keel.reference.base import RuleReference

@@ -8,10 +8,17 @@ from pathlib import Path
 from keel.base.errors import KeelError
 from keel.doctor.history import History
 from keel.doctor.names import TRAINERS
-from keel.doctor.readers.boards import EVENTS, event_folders, is_wandb_run, read_tensorboard, read_wandb
-from keel.doctor.readers.keel_run import is_keel_run, read_keel_run
-from keel.doctor.readers.table import SUFFIXES, parse_map, read_table
-from keel.doctor.readers.trl import STATE, read_trl, state_files
+from keel.doctor.readers.table import (
+    EVENTS,
+    SUFFIXES,
+    event_folders,
+    is_wandb_run,
+    parse_map,
+    read_table,
+    read_tensorboard,
+    read_wandb,
+)
+from keel.doctor.readers.trainers import STATE, is_keel_run, read_keel_run, read_trl, state_files
 from keel.loggers import rundir
 
 __all__ = ["is_run", "parse_map", "read_history", "runs_below"]

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.files import one_line_errors, write_atomic
-from keel.doctor.diagnosis import Diagnosis
-from keel.doctor.findings import ranked
+from keel.doctor.findings import Diagnosis, ranked
 from keel.doctor.runs import RunRecord
 from keel.lab.plots.charts import COLOURS, HEIGHT, WIDTH, Panel, constants, svg, thin
 from keel.lab.report import samples, sections

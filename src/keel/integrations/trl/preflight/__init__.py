@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keel.doctor.budget import LEAST_GROUPS, token_budget
 from keel.doctor.causes import explain
-from keel.doctor.diagnosis import Diagnosis, with_threshold_notes
-from keel.doctor.findings import finding
-from keel.doctor.measure import Measure, OnOutcome, examine
-from keel.doctor.measures import MEASURES as OF_KEEL
+from keel.doctor.findings import Diagnosis, finding, with_threshold_notes
+from keel.doctor.measure import Measure, OnOutcome, Outcome, examine
+from keel.doctor.preflight import LEAST_GROUPS, token_budget
+from keel.doctor.preflight import MEASURES as OF_KEEL
 from keel.doctor.suspects import UNTESTED, judge_suspects, preflight_figures
 from keel.doctor.thresholds import Thresholds, load_thresholds
-from keel.doctor.verdict import Outcome
-from keel.integrations.trl.preflight.inputs import measure_rewards, measure_texts
-from keel.integrations.trl.preflight.kl_term import measure_kl
-from keel.integrations.trl.preflight.masks import measure_masks
-from keel.integrations.trl.preflight.reference import measure_reference
-from keel.integrations.trl.preflight.sampler import measure_sampler
+from keel.integrations.trl.preflight.inputs import measure_masks, measure_rewards, measure_texts
+from keel.integrations.trl.preflight.sampler import measure_reference, measure_sampler
 from keel.integrations.trl.preflight.subject import TrlSubject, first_batch
 from keel.integrations.trl.preflight.trainer import check_trainer, load_trainer, untouched
-from keel.integrations.trl.preflight.update import measure_accumulation, measure_resume, measure_update
+from keel.integrations.trl.preflight.update import measure_accumulation, measure_kl, measure_resume, measure_update
 from keel.models.fingerprint import fingerprint
 from keel.reference.weights import unwrap
 

@@ -1,17 +1,24 @@
-"""Compare the sampler's reported log-probabilities and drawn tokens with the policy. A measure of the doctor compares
-its weights.
-"""
+"""Compare the sampler and the reference with a forward of the right model."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from keel.doctor.draws import batch_draws, chance_of
 from keel.doctor.findings import Finding, finding
-from keel.doctor.gap import largest
+from keel.doctor.gap import average, close, largest
+from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import configured_finding, drawn_finding
 from keel.doctor.probes.reported import Reports, filtered_findings, reported_finding
-from keel.doctor.verdict import Outcome
+from keel.eval.statistics import normal_interval
+from keel.integrations.trl.preflight.subject import TrlSubject
+from keel.kl import k3
+from keel.models.fingerprint import fingerprint
+from keel.models.head import is_lora
+from keel.models.lora import adapter_is_zero
+from keel.reference.weights import unwrap
 
 
 def measure_sampler(subject: Any) -> Outcome:
@@ -51,4 +58,97 @@ def measure_sampler(subject: Any) -> Outcome:
     return Outcome("sampler", tuple(findings), figures, (f"sampler: {shown}",), tuple(unchecked))
 
 
-__all__ = ["measure_sampler"]
+# ------------------------------------------------------------------------ the reference
+
+
+def measure_reference(subject: TrlSubject) -> Outcome:
+    """The reference's log-probabilities against a forward of our own, the KL at the start, and a changed policy."""
+    mask = subject.batch_values("completion_mask").bool()
+    seen = subject.sampled & mask  # TRL scores other tokens without their own text
+    whole = bool(((mask == subject.written).all(1) | ~mask.any(1)).all())
+    if not whole or not bool(seen.any()) or subject.found & {"sampler/swapped", "sampler/other-prompt"}:
+        why = "reference/*, kl/at-start: the batch's rows and masks are not those of the sampled tokens"
+        return Outcome("reference", unchecked=(why,))
+    given = subject.batch_values("ref_per_token_logps")
+    d = (given - subject.forward_logp())[seen].double()
+    with subject.reference() as reference:
+        gap = (given - reference.forward_logp())[seen]
+    figures = {"kl_at_start": float(k3(d).mean()), "gap_max": largest(gap)}
+    findings: list[Finding] = []
+    if not close(subject, gap, subject.thresholds):
+        findings.append(_not_its_own(subject, gap))
+    elif figures["kl_at_start"] > subject.thresholds["kl_at_start"]:
+        findings.append(_at_start(subject, d, seen))
+    unchecked = () if subject.weights else ("reference/moving: no weight is trainable",)
+    with subject.perturbed():
+        again = subject.rescored().get("ref_per_token_logps") if subject.weights else None
+    if again is not None:
+        drift = (again - subject.batch["ref_per_token_logps"])[subject.of_batch_width(seen)].float()
+        figures["moved_by"] = average(drift)
+        findings += [] if close(subject, drift, subject.thresholds) else [_moving(subject, average(drift))]
+    line = f"reference: KL(policy‖reference) is {figures['kl_at_start']:.2g} nats per token at the start"
+    return Outcome("reference", tuple(findings), figures, (line,), unchecked)
+
+
+def _not_its_own(subject: TrlSubject, gap: Tensor) -> Finding:
+    return finding(
+        "reference/wrong",
+        f"ref_per_token_logps are {average(gap):.2g} nats from a forward of {_name(subject)} on average, up to "
+        f"{largest(gap):.2g}",
+        "the batch's reference scores come from another model, other tokens or another temperature",
+        "leave ref_per_token_logps as GRPOTrainer computes them, or fix the method that changes them",
+    )
+
+
+def _name(subject: TrlSubject) -> str:
+    trainer = subject.trainer
+    if subject.keel:
+        return f"the reference ({trainer.keel_reference.kind})"
+    if trainer.ref_model is not None:
+        return "trainer.ref_model"
+    return "the adapter 'ref'" if "ref" in unwrap(trainer.model).peft_config else "the model without its adapter"
+
+
+def _at_start(subject: TrlSubject, d: Tensor, seen: Tensor) -> Finding:
+    """Explain a difference between policy and reference before the first update by the weights that differ."""
+    rows, kl = seen.nonzero()[:, 0], k3(d)
+    low, high = normal_interval([float(kl[rows == row].mean()) for row in rows.unique()])
+    evidence = (
+        f"KL(policy‖reference) is {float(kl.mean()):.3g} nats per token before any update (95 % between {low:.3g} and "
+        f"{high:.3g})"
+    )
+    trainer, policy, code = subject.trainer, unwrap(subject.trainer.model), "reference/wrong"
+    if is_lora(policy) and trainer.ref_model is not None:
+        cause = "under LoRA TRL's reference is the model with its adapter off, but ref_model is another model"
+        advice = "leave ref_model None under LoRA, or give the base model that the adapter is on"
+    elif is_lora(policy) and not adapter_is_zero(policy) and not subject.keel:
+        cause = f"the policy starts from an adapter that was trained before, the reference is {_name(subject)}"
+        advice = (
+            "merge the adapter into the model first, or give the trainer a PeftModel with beta above 0 from the start, "
+            "so that TRL keeps a copy of it"
+        )
+    elif trainer.ref_model is not None and fingerprint(policy) != fingerprint(unwrap(trainer.ref_model)):
+        cause = f"TRL has loaded its reference from {subject.policy.name!r}, and the policy has other weights"
+        advice = (
+            "save the policy and build the trainer with that path, or use KeelGRPOTrainer, whose reference is a copy"
+        )
+    else:
+        code, cause = (
+            "kl/at-start",
+            "the weights are the same, so that the two passes differ: dropout, precision or a patch",
+        )
+        advice = "set disable_dropout=True, and load both in one dtype"
+    return finding(code, evidence, cause, advice)
+
+
+def _moving(subject: TrlSubject, drift: float) -> Finding:
+    lora = is_lora(unwrap(subject.trainer.model))
+    return finding(
+        "reference/adapter-on" if lora else "reference/moving",
+        f"noise on the policy's weights moves the reference's log-probabilities by {drift:.2g} nats on average",
+        "the reference is scored with the policy's adapter on" if lora else "the reference shares the policy's weights",
+        "score the reference with the adapter off" if lora else "give the trainer a copy of the model as ref_model",
+    )
+
+
+__all__ = ["measure_reference", "measure_sampler"]

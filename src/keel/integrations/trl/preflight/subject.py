@@ -20,9 +20,8 @@ from keel.base.types import Completion, Group, Problem
 from keel.config import Config
 from keel.doctor.findings import Options
 from keel.doctor.names import option_name
-from keel.doctor.subject import RELATIVE_NOISE, Budget, Power, Subject
+from keel.doctor.subject import RELATIVE_NOISE, Budget, Power, Subject, perturbed_weights
 from keel.doctor.thresholds import Thresholds
-from keel.doctor.weights import perturbed_weights
 from keel.integrations.trl.preflight.trainer import patched, trainable
 from keel.integrations.trl.scoring import policy_of
 from keel.integrations.trl.settings import config_of

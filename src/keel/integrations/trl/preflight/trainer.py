@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 
 from keel.base.errors import KeelError, first_line
 from keel.base.parts import import_object
-from keel.doctor.weights import backup
+from keel.doctor.subject import backup
 from keel.integrations.versions import TRL
 
 # Nested containers that TRL changes in place while it generates and computes a loss.
