@@ -25,7 +25,7 @@ from keel.trainer.options import GuardOptions
     ("changes", "message"),
     [
         ({"use_liger_kernel": True}, "use_liger_kernel"),
-        ({"optim": "adalomo"}, "no update could be skipped"),
+        ({"optim": "adalomo"}, "^optim="),
         ({"sync_ref_model": True}, "ReferenceOptions"),
     ],
 )

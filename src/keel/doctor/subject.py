@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from keel.base.types import Group, Problem
 from keel.config import Config
 from keel.doctor.findings import Options
-from keel.doctor.subject import Text, each_logits, perturbed_weights, row_logits, vocabulary_size
 from keel.doctor.thresholds import Thresholds
 from keel.models.head import causal_lm, evaluating
 from keel.models.options import LoadedModel
