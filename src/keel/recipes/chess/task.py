@@ -235,8 +235,6 @@ class ChessTask(TaskWrapper):
         return self.grader.counters()
 
     def picture(self, problem: Problem, text: str) -> str | None:
-        from keel.recipes.chess.task import answer_picture
-
         return answer_picture(problem, text)
 
 
