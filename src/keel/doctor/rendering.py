@@ -214,7 +214,7 @@ class Frame:
             named += [(f"before {i} to its end", (span[0], head[-1][1])) for i, span in enumerate(head[:-1])]
         named += [(f"after {i}", span) for i, span in enumerate(tail)]
         named += [(f"under {i}", (start + 1, end)) for i, (start, end) in enumerate(tail) if end - start > 1]
-        return {name: (span,) for name, span in named} | ({WORDS: words} if (words := self.words()) else {})
+        return {name: (span,) for name, span in named} | ({WORDS: around} if (around := self.words()) else {})
 
     def words(self) -> Part:
         """All ordinary tokens that the template wrote around the messages."""

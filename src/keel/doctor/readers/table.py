@@ -214,7 +214,7 @@ def _number(value: Any) -> Any:
 
 # ------------------------------------------------------------------------ W&B
 
-HISTORY, CONFIG, PRINTED = "wandb-history.jsonl", "config.yaml", "output.log"
+HISTORY, CONFIG, CONSOLE = "wandb-history.jsonl", "config.yaml", "output.log"
 BLOCK = 32768  # block size of the LevelDB log format, which W&B's binary file uses
 
 
@@ -230,7 +230,7 @@ def read_wandb(path: Path, mapping: dict[str, str] | None = None) -> History:
         history = read_table(files / HISTORY, mapping)
     else:
         rows = [row for file in sorted(path.glob("run-*.wandb")) for row in _history(file)]
-        printed = files / PRINTED
+        printed = files / CONSOLE
         if not rows and printed.is_file():
             rows = printed_rows(printed.read_text(encoding="utf-8", errors="replace").splitlines())
         if not rows:
