@@ -11,28 +11,17 @@ from itertools import pairwise
 from typing import Any, Self
 
 from keel.base.errors import KeelError
-from keel.base.types import Group, Problem
+from keel.base.types import Group, Problem, Reward
+from keel.envs.attacks import Attack
 from keel.envs.base import Task
+from keel.envs.episode import Episode
 from keel.envs.problems import seeded_rng, shares_of
 from keel.envs.registry import build_task
-
-OF_ONE_PROBLEM = ("gold", "gold_turns", "reward", "start", "usable_for_sft", "attacks", "picture", "stratum")
-
-
-def _delegated(name: str) -> Callable[..., Any]:
-    """A method of `Mixture` that calls the same method of the problem's own task."""
-
-    def method(mixture: Mixture, problem: Problem, *arguments: Any) -> Any:
-        return getattr(mixture.tasks[problem.info["mixture"]], name)(problem, *arguments)
-
-    return method
 
 
 @dataclass(frozen=True)
 class Mixture(Task):
     """Several tasks as one. `info["mixture"]` of a problem is the index of its own task."""
-
-    vars().update({name: _delegated(name) for name in OF_ONE_PROBLEM})
 
     tasks: tuple[Task, ...]
     weights: tuple[float, ...]
@@ -96,6 +85,33 @@ class Mixture(Task):
     def fingerprint(self) -> str | None:
         """The digests of the tasks that read data."""
         return "+".join(digest for task in self.tasks if (digest := task.fingerprint()) is not None) or None
+
+    def gold(self, problem: Problem) -> str:
+        return self._of(problem).gold(problem)
+
+    def gold_turns(self, problem: Problem) -> list[str]:
+        return self._of(problem).gold_turns(problem)
+
+    def usable_for_sft(self, problem: Problem) -> bool:
+        return self._of(problem).usable_for_sft(problem)
+
+    def start(self, problem: Problem) -> Episode:
+        return self._of(problem).start(problem)
+
+    def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+        return self._of(problem).reward(problem, turns)
+
+    def attacks(self, problem: Problem) -> Sequence[Attack]:
+        return self._of(problem).attacks(problem)
+
+    def picture(self, problem: Problem, text: str) -> str | None:
+        return self._of(problem).picture(problem, text)
+
+    def stratum(self, problem: Problem) -> str:
+        return self._of(problem).stratum(problem)
+
+    def _of(self, problem: Problem) -> Task:
+        return self.tasks[problem.info["mixture"]]
 
     def counters(self) -> Mapping[str, float]:
         """The counters of its tasks, prefixed with the task's name if several tasks use the same counter name."""
