@@ -178,6 +178,16 @@ def test_the_end_is_judged_like_a_step() -> None:
     assert "after the last update, that of step 9" in far.message
 
 
+def test_a_policy_that_ends_not_finite_is_logged_although_its_budget_was_exceeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keel.trainer.loop.measure_final", lambda run, state: {"logp/policy_mean": math.nan})
+    budget = ("kl.budget.max=1e-9", "kl.budget.action=warn", "guards.on_nans=warn")
+    result = train(tmp_path, *budget, "optim.learning_rate=0.01", "run.max_steps=3")
+    assert kinds(result.directory).count("kl/over-budget") == 1
+    assert kinds(result.directory).count("optim/non-finite") == 1
+
+
 @pytest.mark.parametrize("overrides", [(), ("kl.beta=0", "kl.measure_every=0")], ids=["reference", "none"])
 def test_weights_that_are_not_finite_are_seen_at_the_end_and_not_sampled_from(overrides: tuple[str, ...]) -> None:
     run, state = make(*overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ from hypothesis import strategies as st
 import keel
 from keel.base.errors import KeelError
 from keel.base.types import Completion, Group, Problem
+from keel.base.world import World
 from keel.cli import main
+from keel.models.head import causal_lm
 from keel.models.load import load_model
 from keel.models.pack import microbatches, pack
 from keel.rollout.options import RolloutOptions
 from keel.trainer.batch import split
-from keel.trainer.memory import OutOfMemory, Remedy, fewer_rows, memory_guard, smaller_passes
+from keel.trainer.memory import OutOfMemory, Remedy, StepMemory, fewer_rows, memory_guard, smaller_passes
 from trainer import exhausted
 from trainer.small import BASE
+from trainer.test_step import make
 
 OVERRIDES = [
     "rollout.engine=trainer.exhausted:ExhaustedEngine",
@@ -197,3 +201,25 @@ def test_each_remedy_gives_way_to_the_next() -> None:
     assert smaller_passes(recomputing, 128, 128, 100) is None
     assert fewer_rows(RolloutOptions(max_batch=8), 64) == ("rollout.max_batch", "8", "4")
     assert fewer_rows(RolloutOptions(max_batch=1), 64) == ("rollout.max_completion_length", "64", "32")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_fewer_rows_than_one_process_samples_are_advised(processes: int) -> None:
+    run, _ = make("rollout.prompts_per_step=4", "rollout.num_generations=4")
+    sampled = 4 * -(-4 // processes)
+    with pytest.raises(OutOfMemory, match=rf"{sampled} here.*rollout\.max_batch={sampled // 2}"):  # noqa: SIM117
+        with StepMemory(replace(run, world=World(0, processes)), 0)("rollout"):
+            raise torch.OutOfMemoryError("x")
+
+
+def test_weights_that_are_small_already_are_not_advised_again() -> None:
+    def advised(quantized: bool, *overrides: str) -> str:
+        run, _ = make(*overrides)
+        causal_lm(run.policy.model).is_quantized = quantized
+        with pytest.raises(OutOfMemory) as raised, StepMemory(run, 0)("sync"):
+            raise torch.OutOfMemoryError("x")
+        return str(raised.value)
+
+    assert "model.lora=" in advised(False)
+    assert "model.quantization=4bit" in advised(False, "model.lora.r=4")
+    assert "model.lora.r=2" in advised(True, "model.lora.r=4")

@@ -156,7 +156,7 @@ def train_loop(job: TrainingJob, state: State, interrupt: Interrupt) -> State:
             violation is None or violation.action == "warn"
         ):  # no later step measures the effect of the last update
             violation = final_violation(state.step, _measure_final(job, state), guards, budget)
-            if violation is not None and not state.over_budget:
+            if violation is not None and not (state.over_budget and violation.code == "kl/over-budget"):
                 job.loggers.event(violation.code, step=state.step, message=violation.message)
         if violation is not None and violation.action != "warn":
             if violation.action == "rollback" and state.rollbacks < guards.max_rollbacks and not any(stop):

@@ -115,7 +115,7 @@ class StepMemory:
 
     def _sampling(self) -> Remedy:
         rollout = self._run.rollout
-        return fewer_rows(rollout, rollout.prompts_per_step * rollout.num_generations)
+        return fewer_rows(rollout, _largest_shard(self._run, rollout.prompts_per_step) * rollout.num_generations)
 
     def _passes(self, largest: int, longest: int) -> Remedy:
         run = self._run
@@ -127,16 +127,27 @@ class StepMemory:
         return _shorter(run.rollout)
 
     def _persistent(self) -> Remedy:
-        """A remedy for memory that is held across steps: weights, moments, copies."""
-        if self._run.policy.lora is None:
-            return Remedy("model.lora", "null", "{r: 16}")
-        return Remedy("model.quantization", "null", "4bit")
+        return smaller_weights(self._run.policy)
 
 
 def evaluation_memory(run: TrainingRun, options: EvalOptions, step: int) -> AbstractContextManager[None]:
     """A memory guard for an evaluation."""
-    rows = options.samples * max(options.k)
+    rows = _largest_shard(run, options.samples) * max(options.k)
     return memory_guard(f"the evaluation at step {step}", lambda: fewer_rows(run.rollout, rows))
+
+
+def _largest_shard(run: TrainingRun, problems: int) -> int:
+    """The number of problems of the process that has most of them."""
+    return -(-problems // run.world.size)
+
+
+def smaller_weights(policy: LoadedModel) -> Remedy:
+    """A remedy for memory that is held across steps: LoRA, then a quantized base, then smaller adapters."""
+    if policy.lora is None:
+        return Remedy("model.lora", "null", "{r: 16}")
+    if not getattr(causal_lm(policy.model), "is_quantized", False):
+        return Remedy("model.quantization", "null", "4bit")
+    return Remedy("model.lora.r", str(policy.lora.r), str(max(1, policy.lora.r // 2)))
 
 
 def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int) -> Remedy | None:

@@ -30,7 +30,7 @@ from keel.models.prefix_attention import uses_flash
 from keel.models.scorer import score_tokens
 from keel.models.sharding import call_with_full_weights, is_sharded
 from keel.models.tokenizer import ControlTokens, control_token_refused
-from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard, smaller_passes
+from keel.trainer.memory import Remedy, max_pass_tokens, memory_guard, smaller_passes, smaller_weights
 from keel.trainer.optim import Optimizer, build_schedule, resolve_amp_dtype
 from keel.trainer.options import OptimOptions, WarmstartOptions
 
@@ -139,8 +139,7 @@ def _autocast(loaded: LoadedModel, amp_dtype: torch.dtype | None) -> AbstractCon
 def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -> Remedy:
     lengths = [len(group.prompt_tokens) + len(c.tokens) for group in groups for c in group.completions]
     largest = min(optim.microbatch_tokens, len(lengths) * max(lengths))
-    remedy = smaller_passes(loaded, optim.microbatch_tokens, largest, max(lengths))
-    return remedy or Remedy("model.lora", "null", "{r: 16}")
+    return smaller_passes(loaded, optim.microbatch_tokens, largest, max(lengths)) or smaller_weights(loaded)
 
 
 def uses_structured_mask(loaded: LoadedModel) -> bool:
