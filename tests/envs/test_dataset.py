@@ -140,7 +140,7 @@ def test_how_answers_are_compared(
 def test_bad_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [{"question": f"q{i}", "answer": "word"} for i in range(4)]
     assert "mine.jsonl:1: task.answer is numeric" in refused(tmp_path, words, answer="numeric")
-    assert "did you mean 'numeric'" in refused(tmp_path, sums(), answer="numerical")
+    assert "did you mean numeric" in refused(tmp_path, sums(), answer="numerical")
     assert "none for evaluation" in refused(tmp_path, sums(1)[:1], held_out=0)
     assert "none for training" in refused(tmp_path, sums(1))
     assert "none for training" in refused(tmp_path, sums(5), held_out=5)
