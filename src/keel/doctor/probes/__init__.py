@@ -1,1 +1,1 @@
-"""Experiments of the preflight; measures.py turns them into measures."""
+"""Experiments of the preflight, which preflight.py registers as measures."""

@@ -113,7 +113,7 @@ def alternatives(drawn: Draws, params: SamplingParams, ends: Iterable[int]) -> t
 
 
 def filter_odds(drawn: Draws, params: SamplingParams) -> float:
-    """The log evidence ratio, in nats, of filters beyond `params`: from the mean of p_filtered/p over `filters`."""
+    """The log evidence ratio, in nats, of a filter beyond `params`: log of the mean of p_filtered/p over `filters`."""
     if not len(drawn):
         return 0.0
     whole, own = replace(drawn, logits=drawn.distribution(params)), drawn.logp(params)
@@ -285,7 +285,7 @@ def drawn_finding(
 
 
 def _agrees(entry: Explanation, drawn: Draws, sampling: SamplingParams, thresholds: Thresholds) -> bool:
-    """Whether the reported values fit the policy, or at least are closer to this explanation than halfway."""
+    """Whether the reported log-probabilities fit the policy, or their gap is halved by this explanation."""
     reported = drawn.sample_logp.isfinite()
     policy, own = drawn.logp(unfiltered(sampling)), entry.drawn.logp(entry.params)
     before, after = (float((drawn.sample_logp - logp)[reported].abs().nan_to_num(0.0).mean()) for logp in (policy, own))
@@ -297,7 +297,7 @@ def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
 
 
 def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> Finding:
-    """Filters in the configuration: the samples are not the policy's own distribution."""
+    """The finding for configured filters, under which samples are not from the policy's own distribution."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
     kl, cut = float(lost[torch.isfinite(lost)].mean()), 1 - float((-lost).exp().mean())

@@ -1,4 +1,4 @@
-"""The equilibrium of the loss terms: the KL that the KL term, the entropy bonus and the scale of the rewards permit.
+"""The balance of the loss terms: the KL that the KL term permits, the entropy bonus, and the scale of the rewards.
 
 With J = W·A − β·v·KL in each completion the optimum is π* ∝ π_ref·exp(W·A / (β·v)). Its KL is ½·(W·A / (β·v))² nats per
 completion to second order, independent of the learning rate. W, the weight of an advantage, and v, the weight of a nat
@@ -35,7 +35,7 @@ from keel.trainer.step import with_advantages
 PULLED_AT = 0.02  # nats per token at which the KL gradient is measured: above rounding, and still quadratic
 MOST_STEPS = 2_000
 SMALL_ADVANTAGE = 0.05
-ADVISED_KL = 100.0  # nats per completion that an advised β permits: 0.07 for advantages of size 1
+ADVISED_KL = 100.0  # nats per completion that an advised β permits; β = 0.07 for advantages of size 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Balance:
 
 
 def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The equilibrium KL under the run's controller, the share of the entropy bonus, and the scale of the rewards."""
+    """Measure the equilibrium KL under the run's controller, the entropy bonus's share, and the scale of rewards."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
@@ -211,7 +211,7 @@ def _too_strong(
 
 
 def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Rewards far from a scale of 1 if nothing normalises them before they meet β or the entropy bonus."""
+    """Find rewards far above a scale of 1 that nothing normalises, so that β or the entropy bonus has no effect."""
     rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
     assert rows.group is not None
@@ -260,7 +260,7 @@ def _after_division(setup: KeelSubject) -> dict[str, object]:
 
 
 def least_typical(spreads: Tensor, chance: float) -> float:
-    """A lower bound of the median spread that holds unless an event of less than this probability occurred.
+    """A lower confidence bound of the median spread, at level `chance`, from order statistics.
 
     All of n groups lie above the median with probability 2⁻ⁿ.
     """

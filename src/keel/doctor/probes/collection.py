@@ -1,4 +1,4 @@
-"""Collection: whether the task can parse the completions, and whether the rewards differ between them."""
+"""Check that the task can parse the sampled completions, and that their rewards differ."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from keel.doctor.probes.misfit import (
 from keel.doctor.probes.model import golds, read_golds
 from keel.doctor.thresholds import Thresholds
 
-# If no more can be sampled, none out of so many is a warning with its p-value.
+# If no more can be sampled, no parsed one of this many completions, or no spread in this many groups, is a warning.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
 
 def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Parse rate, end rate, entropy relative to uniform, spread and cliffs of the rewards, on one batch."""
+    """Measure parse rate, end rate, entropy relative to uniform, spread and cliffs of the rewards, on one batch."""
     rewards = [reward for group in setup.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
     ended = [completion.stop_reason != "length" for completion in setup.batch.completions]
@@ -69,7 +69,7 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     of_gold = [
         *(gold_findings(setup, judged, lacking, thresholds) if lacking else exploit_findings(setup, judged, thresholds))
     ]
-    unpaid = [*unpaid_findings(setup, earned, thresholds)]  # judgements are counted: gold answers come first
+    unpaid = [*unpaid_findings(setup, earned, thresholds)]  # judgements are limited, so gold answers come first
     findings = [
         *_failed(setup),
         *random_findings(figures, setup.vocabulary, thresholds),
@@ -137,7 +137,7 @@ _LESS = "pay malformed output little less than a wrong answer (−0.3 or 0), in 
 
 
 def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A reward cliff: most completions earn a negative reward as large as a right answer's, or some a larger one."""
+    """A reward cliff: most completions get a penalty as large as a right answer's reward, or some a far larger one."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)

@@ -53,7 +53,7 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
     limit = max(thresholds["controller_beta"], 10 * configured)
     acting = [max((i + 1 for i, beta in enumerate(betas) if beta > 0), default=0) for betas in series.values()]
     wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
-    growing = max(limit, start)  # a large initial β is configured, and the balance probe judges it
+    growing = max(limit, start)  # the balance probe checks a large initial β
     high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > growing), None)
     if unit not in UNITS:
         evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
@@ -148,7 +148,7 @@ def _betas(setup: KeelSubject, level: float) -> list[float]:
 
 
 def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
-    """A β that does not reach its target within the run, that follows single steps' noise, or that never changes."""
+    """Find a β whose warm-up outlasts the run, that follows the noise of single steps, or that hardly changes."""
     kl, controller = setup.config.kl, setup.run.controller
     steps = min(setup.config.run.max_steps, MOST_STEPS)
     if steps < FEW_UPDATES:  # a trial run is too short to judge

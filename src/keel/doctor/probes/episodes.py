@@ -1,4 +1,4 @@
-"""Episodes of several turns: tool results and endings; and judging again, where rewards must be the same."""
+"""Check tool results and endings of multi-turn episodes, and that judging again gives the same rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REPLAYED, SECONDS = 16, 5.0
 
 
 def episode_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """Nothing is reported for single-turn tasks, or if the environment raises, which counts as a failed reward."""
+    """Check tool results and endings; skipped for single-turn tasks and if a reward or the environment failed."""
     if not setup.run.task.multi_turn or setup.failures:
         return
     yield from [*call_findings(setup, thresholds)] or _failing(setup, thresholds)
@@ -64,7 +64,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         return [share for share in shares if share is not None]
 
     def by_chance(groups: Sequence[Group]) -> bool:
-        # single completions are one more look
+        # the look at single completions is one more
         return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)
 
     def over(groups: Sequence[Group]) -> bool:
@@ -198,7 +198,7 @@ def _completions(setup: KeelSubject) -> Iterator[Totals]:
 
 
 def _episodes(setup: KeelSubject) -> Iterator[Totals]:
-    """The batch's rewards and those of the same turns alone, if the environment replies the same both times."""
+    """Pairs of an episode's reward in the batch and in a replay alone, if the environment replies the same."""
     played, judge = 0, setup.built.judge
     if setup.config.reward.aggregate != "sum" or judge.remote:
         return

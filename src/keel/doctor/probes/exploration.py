@@ -80,7 +80,7 @@ LEAST_CHOICE = math.log(2)  # least entropy, in nats, of a group's completions a
 
 
 def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The entropy of the sampling distribution against that of the policy at temperature 1, at the visited states."""
+    """Compare the entropy of the sampling distribution with the policy's at temperature 1, at the visited states."""
     sampling = setup.built.sampling
     own = state_logits(setup, setup.policy.model, temperature=1.0)
     setup.of_batch["own_states"] = own  # the update probe starts from these states
@@ -135,7 +135,7 @@ def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
             f"1: {drawn / own:.1%} of it is left (under {thresholds['exploration_least']:.0%})",
             f"{options}: the completions of a group become copies of one another, and nothing is compared",
             propose("set {}", {**warm, **unfiltered(tree)}),
-            # below it, completions of a group are near copies in any case
+            # below LEAST_CHOICE, completions of a group are near copies in any case
             severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",
         )
     elif drawn > own and figures["kl_drawn"] > thresholds["exploration_noise"]:
@@ -201,7 +201,7 @@ def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> I
 
 
 def _noise(setup: KeelSubject, used: SamplingParams | None, thresholds: Thresholds) -> Iterator[Finding]:
-    """The excess entropy of an evaluation at a higher temperature, computed exactly at the visited states."""
+    """Find an evaluation whose higher temperature makes its samples noise; exact at the visited states."""
     if used is None or not setup.config.eval.every or not used.temperature > setup.temperature > 0:
         return
     own = state_logits(setup, setup.policy.model, temperature=1.0)

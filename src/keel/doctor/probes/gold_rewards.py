@@ -1,4 +1,4 @@
-"""Rewards of gold answers, without a model, against empty and wrong answers; if they earn too little, what would."""
+"""Compare rewards of gold answers with those of wrong ones, and find the format that earns more. No model is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from keel.envs.attacks import GoldBatch, Turns
 # problems whose gold answers are judged: in general, with episodes, with a remote judge
 MOST, MOST_EPISODES, MOST_REMOTE = 64, 16, 2
 FEWEST = 4
-COMPARED = 6  # number of problems with wrong answers too: an empty one and WRONG others
+COMPARED = 6  # problems on which wrong answers are judged too: an empty one and WRONG others
 WRONG = 2
 SECONDS = 2.0  # seconds after which no further problem is judged or attacked
 
@@ -62,8 +62,8 @@ def judged_golds(setup: KeelSubject) -> list[JudgedGold]:
     whatever `reward.aggregate` says, since rewards normalised within a group cannot be compared with those of other
     texts.
 
-    Empty if there are no gold answers, if rewards are shuffled, or if gold turns are not usable for SFT or do not end
-    their episode.
+    Empty if there are no gold answers, if rewards failed or are shuffled, or if gold turns are not usable for SFT or do
+    not end their episode.
     """
     task = setup.run.task
     if task.prompts_only or setup.config.reward.shuffle is not None or setup.failures:
@@ -144,7 +144,7 @@ def reward_scale(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float:
 
 
 def solved_at(setup: KeelSubject, judged: Sequence[JudgedGold]) -> float | None:
-    """The reward of a right answer, if gold answers earn more than wrong ones, also within groups."""
+    """The least reward of a right answer; None if most gold answers earn too little, or rewards are not summed."""
     paid = [row.gold for row in judged if row.gold > row.bottom + SAME]
     return min(paid) if 2 * len(paid) > len(judged) and setup.config.reward.aggregate == "sum" else None
 
@@ -206,7 +206,7 @@ def gold_findings(
         return
     found = _explained(setup, judged, lacking, margin, _by_chance(judged, lacking, thresholds), form)
     trifles = rounding < max(totals) - min(totals) <= TRIFLE * scale
-    # if differences are this small, the code that scales them up is the more severe problem
+    # such small differences matter only if advantages amplify them, which is a finding too
     yield replace(found, severity="warning") if trifles and found.severity == "error" else found
 
 
@@ -316,7 +316,7 @@ def _asked_for(setup: KeelSubject, name: str) -> bool:
 
 
 def _form(setup: KeelSubject, lacking: Sequence[JudgedGold], margin: float) -> tuple[str, str, int] | None:
-    """A part of the gold answer and a format that earn on most of these problems, other than for wrong answers."""
+    """A part of the gold answer and a format that earn on most of these problems, and more than with wrong answers."""
     pairs: list[tuple[str, str]] = []
     for row in lacking[:CHOOSING]:
         first = row is lacking[0]

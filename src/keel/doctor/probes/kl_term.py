@@ -1,4 +1,4 @@
-"""The KL term on a perturbed policy: its expected gradient against the exact one, and its share of the gradient."""
+"""Compare the KL term's expected gradient on a perturbed policy with the exact one, and measure its share."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def gradient_norms(setup: KeelSubject) -> GradientNorms:
 
 
 def _in_reward(setup: KeelSubject, batch: StepBatch) -> Tensor:
-    """What a KL penalty in the reward adds to the advantages per unit of β, with the step's normalisation."""
+    """The advantages that a KL penalty in the reward adds per unit of β, with the step's normalisation."""
     beta = setup.full_beta or 1.0
     shaped = with_advantages(penalize_rewards(batch, setup.run, beta), setup.run, setup.run.reward.warmup_steps)
     assert shaped.rows.kl_advantages is not None
@@ -93,14 +93,14 @@ KLS = (POLICY_REF, REF_POLICY)
 DIVERGENCES = (*KLS, "total-variation", JSD, TOPK)
 SHARES = (0.01, 0.1, 0.5)
 NOISE = 0.2  # share of each weight's RMS: enough for a KL above rounding
-MEASURED_ELEMENTS = 1 << 21  # states × vocabulary in fp64; every state shows the expected gradient
+MEASURED_ELEMENTS = 1 << 21  # limit of states × vocabulary in fp64; a part of the states suffices
 SEEN_KL = 0.1  # nats per token that training typically reaches
 NEAR_KL = 1e-4  # nats per token near the start of a run
 ROUNDING = 1e-12  # nats per token; a smaller KL in fp64 is rounding
 
 
 def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Direction and size of the configured term's gradient, its share of the total, and the β for another share."""
+    """Measure the configured term's gradient: direction, size, its share of the total, and β for other shares."""
     config, kl = setup.config, setup.run.kl
     unneeded = _unneeded(setup)
     if setup.run.reference is None:  # only for β = 0 without measurements
@@ -159,7 +159,7 @@ def _gradient_line(setup: KeelSubject, measured: MeasuredGradient) -> str:
 
 
 def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
-    """The findings about the configured term. Only the total variation's own estimator may have its gradient."""
+    """Findings about the configured term. A user's estimator must have a KL's gradient, Keel's the configured one."""
     expected = _expected(setup)
     asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
     expected = expected if expected in asked else None

@@ -27,8 +27,8 @@ SCATTER = 0.1  # least step-to-step variation of gradient norms
 
 
 def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The effect of the configured limits on a policy after the least movement that learning needs."""
-    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # the last probe that uses its gradients
+    """Check that the configured limits leave room for the least movement that learning needs."""
+    first: FirstUpdate | None = setup.of_batch.pop("update", None)  # removed, since no later probe uses its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
         codes = "kl/rejects-all, loss/clip, guard/skips-all, sampler/too-old"
         return Outcome("limits", unchecked=(f"{codes}: no update could be tried",))
@@ -50,9 +50,8 @@ def _rejects(
 ) -> Iterator[Finding]:
     """The share of completions over kl.collect_max after the policy has moved by `kl_not_learning`.
 
-    Samples of the old policy under the moved one stand for samples of the moved one under the reference. Both are
-    samples of a policy at that distance. More are drawn while the result is not significant; a problem is one
-    observation.
+    Samples of the moved policy scored by the reference are replaced by samples of the old policy scored by the moved
+    one: the distance is the same. More are drawn while the result is not significant; a problem is one observation.
     """
     limit = setup.config.kl.collect_max
     if limit is None or setup.run.reference is None:
@@ -154,12 +153,12 @@ def _too_old(
     run = setup.run
     age = min(run.rollout.max_staleness, setup.config.run.max_steps)
     per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
-    deep = age > thresholds["sample_age"]  # one or two steps are about one update, which has its own limit
+    deep = age > thresholds["sample_age"]  # up to `sample_age` steps, the limit is that of one update
     # over many steps, distances add up and the KL grows quadratically
     figures["sample_age_kl"] = (age * age if deep else age) * per_step
     limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
     if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
-        return  # too large updates have a finding of their own
+        return  # optim/lr-too-high reports updates that are too large
     younger = min(int(thresholds["sample_age"]) // 2, int(limit / thresholds["update_margin"] / per_step))
     slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
     yield finding(
@@ -230,7 +229,7 @@ GATES = {"sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}}
 CUT = 0.01  # share of the gradient at ratio 1 below which a token counts as clipped
 # log-ratios in nats that every clip range should clip, and that every limit of weights should bound
 FAR_RATIO, HUGE_RATIO = 1.0, 4.0
-# least change of log p in every update, in nats: of a token, and of the mean of a sequence
+# least change of log p per update, in nats: of a token, and of the mean over a sequence
 LEAST_MOVE, OF_SEQUENCE = 1e-3, 1e-5
 RATIO_ROUNDING = 1e-4  # of a token's gradient: far above fp32 rounding, far below the effect of a ratio of e
 
@@ -327,7 +326,7 @@ def _gradients(setup: KeelSubject, loss: LossOptions, signs: Tensor, nats: float
 
 
 def _cut(setup: KeelSubject, loss: LossOptions, signs: Tensor, nats: float) -> float:
-    """The share of tokens with almost no gradient there."""
+    """The share of tokens with almost no gradient after such a move."""
     moved, sampled = _gradients(setup, loss, signs, nats)
     return float((moved.abs() <= CUT * sampled.abs()).double().mean())
 

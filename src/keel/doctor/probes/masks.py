@@ -122,8 +122,7 @@ def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds
 
     Infinity if the scores depend on it; None if the model's own forward does not depend on it either. Only scores after
     the next token count, because a token is the next one's direct input in any case. The model's own forward must
-    change by more than the rounding of a probability or its logarithm to bfloat16, which a low-precision pass could not
-    show.
+    change by more than bfloat16 rounds a probability or its logarithm, since low-precision passes hide smaller changes.
     """
     prompt, (first, *_) = group.prompt_tokens, group.completions
     inside, unit = place - len(prompt), torch.finfo(torch.bfloat16).eps
@@ -201,7 +200,7 @@ def foreign(setup: KeelSubject, thresholds: Thresholds) -> Tensor:
         # varied reported log-probabilities mean that another policy sampled these tokens
         another = another or (len(claimed.unique()) > 1 and average(claimed) > thresholds["foreign_gap"])
         another = another or setup.shared.get("other prompt", False)
-        setup.of_batch["foreign"] = silent if another else silent | runs  # then the sampler as a whole differs
+        setup.of_batch["foreign"] = silent if another else silent | runs  # with `another`, the whole sampler differs
     marked: Tensor = setup.of_batch["foreign"]
     return marked
 

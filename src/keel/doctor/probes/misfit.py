@@ -20,17 +20,17 @@ from keel.doctor.probes.model import gold_or_none
 from keel.doctor.thresholds import Thresholds
 from keel.envs.answers import last_number, plain_number
 
-NUMBERS = 0.05  # share of completions with the number of their own gold answer, beyond that of others
-LARGE = 64  # tokens of a vocabulary: of a handful most may be answers
+NUMBERS = 0.05  # least share of completions with their own gold answer's number, minus that with another's
+LARGE = 64  # least vocabulary size; in smaller ones most tokens may be answers
 
 
 def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: Thresholds) -> Iterator[Finding]:
-    """Random weights do not beat uniform guessing on gold answers, and their completions cannot be parsed.
+    """Find weights that hardly beat uniform guessing on gold answers: random, or damaged if completions do not parse.
 
     A trained model with high entropy still assigns gold answers a far higher probability.
     """
 
-    def blind(name: str) -> bool:  # NaN does not count as a figure
+    def blind(name: str) -> bool:  # False for NaN
         return figures["gold_share"] > thresholds[name] and figures["entropy_share"] > thresholds[name]
 
     unread = figures["parse_rate"] < thresholds["parse_rate_misfit"] and vocabulary >= LARGE
@@ -77,8 +77,8 @@ def foreign_findings(
     """A confident model whose completions can be parsed, while gold answers are no more likely than random tokens.
 
     `paid` are the rewards of gold answers. If the model only lacks skill, right answers are still more likely than
-    random tokens. If only its format differs, some completions earn a reward. Answers that the task computes cannot
-    come from a wrong column, but they may be too hard, which the groups show.
+    random tokens. If only its format differs, some completions earn a reward. Tasks without a data file are skipped:
+    their answers cannot come from a wrong column.
     """
     if setup.config.data.path is None or setup.failures or setup.run.task.multi_turn or not paid:
         return
@@ -99,7 +99,7 @@ def foreign_findings(
 
 
 def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
-    """Completions with the number of their own gold answer, more than have another's; none earns half as much."""
+    """Find completions that have their gold answer's number beyond chance but earn less than half of its reward."""
     if setup.failures or setup.run.task.multi_turn or not paid:
         return
 
@@ -107,7 +107,7 @@ def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thres
         return max(reward.total for group in groups for reward in group.rewards)
 
     def unpaid(groups: Sequence[Group]) -> list[float]:
-        """How much oftener a problem's number is written than those of others; empty where one is paid."""
+        """The `_gains`; empty if a completion earns at least half of a gold answer's reward."""
         return _gains(setup, groups) if best(groups) < min(paid) / 2 else []
 
     def by_chance(gains: Sequence[float]) -> bool:
@@ -131,7 +131,7 @@ def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thres
 
 
 def _gains(setup: KeelSubject, groups: Sequence[Group]) -> list[float]:
-    """Of each problem the share of completions whose last number is its gold answer's, less that of other problems'."""
+    """For each problem, the share of completions that end with its own gold number, minus that with other problems'."""
 
     def number(text: str) -> str | None:
         return plain_number(last_number(text) or "")

@@ -1,4 +1,4 @@
-"""The policy's predictions on gold answers, and the model against its checkpoint, tokenizer and end token."""
+"""The likelihood of gold answers under the policy, and checks of its weights, tokenizer and end token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Gold:
 
 
 def golds(setup: KeelSubject) -> list[Gold]:
-    """Prompts and first gold turns of the first problems, sampled once, as far as they fit into the model's context."""
+    """Prompts and first gold turns of the first problems, without those longer than the context; cached."""
     if "golds" not in setup.shared:
         task, encode = setup.run.task, setup.policy.tokenizer.encode
         problems = [] if task.prompts_only else setup.problems(_GOLDS)
@@ -64,8 +64,8 @@ def gold_or_none(task: Task, problem: Problem) -> list[str] | None:
 class GoldReading:
     """Statistics of the policy on gold answers at temperature 1.
 
-    The mean log-probability per token of each answer, the mean next-token distribution after the answers `[V]`, and the
-    mean distribution `[V]` and mean entropy over prompts and answers.
+    `logp` has each answer's mean log-probability per token. `after` is the mean next-token distribution after the
+    answers `[V]`. `written` and `entropy` are the mean distribution `[V]` and mean entropy over prompts and answers.
     """
 
     logp: list[float]
@@ -75,7 +75,7 @@ class GoldReading:
 
 
 def read_golds(setup: KeelSubject) -> GoldReading:
-    """Read the gold answers in one pass, whose result is cached."""
+    """Run the policy on the gold answers; cached."""
     if "gold reading" not in setup.shared:
         chosen, means, entropies, after, written = golds(setup), [], [], [], []
         for gold, logits in zip(
@@ -97,14 +97,14 @@ def read_golds(setup: KeelSubject) -> GoldReading:
 
 _RELABELLINGS = 200
 _TEXTS = 8
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a weight's name
-_NEAR = 4.0  # standard errors
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # the number of a layer in a weight's name
+_NEAR = 4.0  # standard errors of ln(std)
 _TRAINED = 0.2  # |ln(std / initial std)| of a typical trained matrix
-_WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # what adapters add to it
+_WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # parts of a weight's name that adapters add
 
 
 def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """Weights that were not loaded, a tokenizer of another model, an end token that does not stop generation."""
+    """Find weights that were not loaded, another model's tokenizer, and end tokens that do not stop generation."""
     chosen = golds(setup)
     tokenizer = (
         [*_round_trip(setup, thresholds)]
@@ -115,7 +115,7 @@ def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _missing(setup: KeelSubject) -> Iterator[Finding]:
-    """Missing weights from the loader's lists, or else weights that cannot result from training."""
+    """Report weights that the loader lists as missing, otherwise weights that cannot result from training."""
     policy = setup.policy
     cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
     advice = "load the checkpoint with the class it was saved from, and check the names in its files (model.name)"
@@ -152,7 +152,7 @@ def _missing(setup: KeelSubject) -> Iterator[Finding]:
 
 
 def unread(model: torch.nn.Module, unexpected: Sequence[str]) -> list[str]:
-    """Weights that are in the checkpoint only and belong to the model.
+    """Weights of the checkpoint that the model does not read although it has others of their kind.
 
     These are weights of further layers, whose names differ by a number only, and further weights of an existing module,
     such as a bias. Heads for another task and buffers of old versions are excluded.
@@ -174,7 +174,7 @@ def _fresh_layers(setup: KeelSubject) -> str | None:
             layers.setdefault(name[: number.end()], []).append(parameter.detach())
 
     def off(matrix: Tensor) -> float:
-        """How far its standard deviation is from an initial one, in ln; the last is torch's own."""
+        """|ln(std / initial std)| for the nearest of three initial values; the last is torch's default."""
         initial = (std or 0.02, (std or 0.02) / math.sqrt(2 * (depth or 1)), 1 / math.sqrt(3 * matrix.shape[1]))
         own = max(float(matrix.float().std()), 1e-12)
         return min(abs(math.log(own / each)) for each in initial)
@@ -197,11 +197,11 @@ def _fresh_layers(setup: KeelSubject) -> str | None:
     )
 
 
-ALIKE = 3  # tokens with one row between them
+ALIKE = 3  # least number of tokens with equal embeddings
 
 
 def _rows_alike(setup: KeelSubject) -> tuple[str, str] | None:
-    """Evidence and cause for tokens of prompts and answers with equal embeddings; added tokens may be untrained."""
+    """Evidence and cause for tokens with equal embeddings. Added tokens are left out: they may be untrained."""
     tokenizer: Any = setup.policy.tokenizer
     added = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", ())}
     used = sorted({token for gold in golds(setup) for token in (*gold.prompt, *gold.answer)} - added)
@@ -222,12 +222,12 @@ def _rows_alike(setup: KeelSubject) -> tuple[str, str] | None:
     )
 
 
-VALUES = 8  # distinct values in a matrix of three bits
+VALUES = 8  # distinct values of 3-bit weights
 LOOKED_AT = 4096  # entries of a matrix that are examined
 
 
 class _Damage(NamedTuple):
-    """A property of matrix entries: the largest usual share, and the cause if most matrices exceed it."""
+    """A sign of damage: its share of a matrix's entries, the largest usual share, and the texts of the finding."""
 
     share: Callable[[Tensor], float]
     most: float
@@ -258,7 +258,7 @@ DAMAGE = (
 
 
 def damaged_weights(setup: KeelSubject) -> tuple[str, str] | None:
-    """Evidence and cause for damaged weights. One constant matrix may be a new layer. Adapters start at zero."""
+    """Evidence and cause if most matrices are damaged. Adapters and zero matrices are left out: they may be new."""
     named = causal_lm(setup.policy.model).named_parameters()
     matrices = [p for name, p in named if p.dim() == 2 and p.is_floating_point() and ".lora_" not in name]
     flat = [p.detach().flatten() for p in matrices if p.numel() > VALUES**2 and bool(p.any())]
@@ -305,7 +305,7 @@ def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Threshol
     tests = [_among_random(setup, written, tokens) for tokens in texts]
     own, others, chance = min(tests, key=lambda test: test[-1])
     if not thresholds["relabelled_chance"] < chance < 1 - thresholds["relabelled_chance"]:
-        return  # trained tokens are clearly more or less likely than random ones; relabelled ones are not
+        return  # under its own tokenizer, a model finds tokens clearly more or less likely than random ones
     yield tokenizer_finding(
         f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
         f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "

@@ -25,7 +25,7 @@ from keel.losses.reductions import get_reduction
 
 
 def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """How much reward differences are amplified by the normalisation of advantages, and the loss's length bias."""
+    """Measure how much the normalisation of advantages amplifies reward differences, and report shuffled rewards."""
     rows, scale = setup.batch.rows, scale_rewards(setup.run.loss)
     assert rows.rewards is not None
     assert rows.group is not None
@@ -51,7 +51,7 @@ def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _dealt_out(setup: KeelSubject) -> Iterator[Finding]:
-    """Whether rewards are shuffled within groups, a control experiment in which nothing can be learned."""
+    """Report rewards that are shuffled within groups, a control experiment in which nothing can be learned."""
     seed = setup.config.reward.shuffle
     if seed is None:
         return
@@ -129,7 +129,7 @@ def token_weights(mask: Tensor, reduction: object, max_completion_length: int) -
 
 # ------------------------------------------------------------------------ gradient of the loss
 
-ROWS = 0.1  # share of the batch's completions
+ROWS = 0.1  # share of completions that may have tokens without gradient
 LENGTHS = (7, 4, 5, 3)  # lengths of synthetic completions, in two groups
 # log-probability of all tokens under both policies, and the nats by which it is lowered in the second test
 COMMON, RARER = -1.0, 4.0
@@ -139,7 +139,7 @@ ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs and different sizes, repeated 
 
 
 def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """∂loss/∂logp at ratio 1 and β = 0 against −A × the reduction's weight; the controller on simulated KL values."""
+    """Compare ∂loss/∂logp at ratio 1 and β = 0 with −A × the reduction's weight; simulate the controller."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
     gradient = loss_gradient(setup, advantage)
@@ -268,7 +268,7 @@ def _pushes(
 
 
 def weighed_by(mask: Tensor, push: Tensor, advantage: Tensor, thresholds: Thresholds) -> str:
-    """What the weight of a token depends on, as text: advantage, length or position; "" if none explains it fully.
+    """The quantity that explains the weights of tokens, as text: advantage, length or position; "" if none does.
 
     Advantages of either sign may have different weights.
     """

@@ -49,7 +49,7 @@ def _at_least_one(cut: Callable[[Tokens, int], Tokens], size: int, tokens: Token
 
 
 def other_prompts(setup: KeelSubject, groups: Sequence[Group]) -> list[OtherPrompt]:
-    """Changes that alter some prompt, without duplicates."""
+    """Changes that alter some prompt and fit the context, without duplicates."""
     own = tuple(group.prompt_tokens for group in groups)
     room = (setup.policy.context_length or 1 << 30) - setup.config.rollout.max_completion_length
     seen, distinct = {own}, []
@@ -143,7 +143,8 @@ def _renderings(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[tuple[s
         ways.append(("prompts put into the chat template again", {"chat_template": "default"}, filled))
     for label, options, asked in ways:
         try:
-            renderer = Renderer(tokenizer, allow_control_tokens=True, **options)  # as other programs render
+            # other programs do not reject control tokens
+            renderer = Renderer(tokenizer, allow_control_tokens=True, **options)
             yield label, [renderer.prompt(problem) for problem in asked]
         except Exception:  # a template may refuse other messages
             continue

@@ -44,7 +44,7 @@ class _Shared:
 def leak_findings(
     setup: KeelSubject, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds, of: str = "prompts"
 ) -> Iterator[Finding]:
-    """Answers in prompts, right after words that announce an answer. Operands and choices follow no fixed words.
+    """Find answers in prompts, right after words that announce them. Operands and choices follow no such words.
 
     A slot is the text right before an answer. It must announce an answer, and other problems' answers must be
     significantly rarer in it (one-sided exact binomial test).
@@ -139,13 +139,13 @@ def _holed(answer: str, text: str) -> set[str]:
 
 _DRAWN = 1024  # number of training problems that are examined
 _HELD_OUT = 64
-_STAYING = 0.5  # share of steps that ask what the one before has asked
-_COPIED = 0.25  # share of a step's problems; the odd copy costs little
-_FEWEST = 4  # prompts whose answers contradict each other: fewer are mistakes of the data
+_STAYING = 0.5  # share of steps with the same prompts as the step before
+_COPIED = 0.25  # share of problems that are copies within their step; a few cost little
+_FEWEST = 4  # prompts with contradicting answers; fewer are single errors in the data
 
 
 def training_steps(setup: KeelSubject) -> list[list[tuple[Problem, tuple[int, ...]]]]:
-    """Problems and prompts of at least three steps, and of as many as about a thousand problems need."""
+    """Problems and prompts of the first steps: about a thousand problems in 3 to 128 steps."""
     if "steps" not in setup.shared:
         count, seed = setup.config.rollout.prompts_per_step, setup.config.run.seed
         steps = [
@@ -157,7 +157,7 @@ def training_steps(setup: KeelSubject) -> list[list[tuple[Problem, tuple[int, ..
 
 
 def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """One prompt only, equal prompts at every step, or fewer prompts than a run needs."""
+    """Find a single prompt, equal prompts at every step, too few prompts for the run, or copies within steps."""
     steps = [[_content(setup, problem, prompt) for problem, prompt in step] for step in training_steps(setup)]
     counts = Counter(prompt for step in steps for prompt in step)
     asked, per_step = counts.total(), setup.config.rollout.prompts_per_step
@@ -191,7 +191,7 @@ def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Find
 
 
 def _chance_of_copies(steps: Sequence[Sequence[Hashable]]) -> float:
-    """The chance of as many equal pairs within steps, at the rate of pairs of neighbouring steps (exact binomial)."""
+    """The p-value of the number of equal pairs within steps, at the rate between neighbouring steps (binomial)."""
     from scipy.special import bdtrc
 
     counters = [Counter(step) for step in steps]
@@ -246,7 +246,7 @@ def _apart(setup: KeelSubject, rows: Mapping[str, Problem]) -> bool:
 
 
 def _content(setup: KeelSubject, problem: Problem, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], str]:
-    """What identifies a problem, whatever its key: its prompt.
+    """The identity of a problem, independent of its key: its prompt.
 
     Episodes of several turns may start with equal prompts, so that the answer and `info` count as well.
     """

@@ -1,4 +1,4 @@
-"""Prompts against their problems: they must contain the question and the template's marks, but not the answer."""
+"""Check that prompts contain the question and the template's marks, but not the answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from keel.doctor.thresholds import Thresholds
 from keel.rollout.render import Renderer
 
 _LOOKED_AT = 32  # problems of the first step whose prompts are read
-# least number of questions, and the share with one form; texts about code have such forms occasionally
+# least number of distinct questions, and the share that must have one form, which texts about code sometimes have
 _FEWEST, _MOST = 8, 0.9
 _GIVEN_ROLES = ("user", "system", "developer")  # roles that templates must write in full; others may be shortened
 
@@ -64,7 +64,7 @@ def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
-    """Leaks in the original messages, since decoding may change spaces; else in the rendered prompts."""
+    """Find answers in the original messages, since decoding may change spaces; otherwise in the rendered prompts."""
     given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
     read = [(prompt.problem, prompt.text) for prompt in prompts]
     return (
@@ -125,9 +125,9 @@ def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str
 
 
 def _headless(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
-    """After the last message stands what opens the assistant's turn, where the template has such a thing.
+    """Check that the assistant's header follows the last message, if the template has one.
 
-    A plain text with the user's mark of the tokenizer's own template is read as written in that template.
+    A plain text that contains the user's mark of the tokenizer's own template counts as written in that template.
     """
     tokenizer = setup.policy.tokenizer
     filled = [prompt for prompt in prompts if in_template(setup.renderer, prompt.problem)]
@@ -201,7 +201,7 @@ def _verbatim(setup: KeelSubject) -> Iterator[Finding]:
 
 
 def written_wrongly(renderer: Renderer, talk: Talk) -> str | None:
-    """A text that says how a template changes messages; None if it does not, or if it refuses them.
+    """Describe how a template changes messages; None if it does not, or if it rejects them.
 
     A missing message is reported elsewhere, and templates may shorten assistant messages.
     """

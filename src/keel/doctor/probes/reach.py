@@ -61,7 +61,7 @@ def held_sum(total: float, decay: float) -> float:
 
 
 def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The reach of all updates and of weight decay, and the reason if it is too short."""
+    """Measure the reach of all updates and of weight decay, and find the reason if it is too short."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
@@ -74,7 +74,7 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
-    # a trial run is judged as if it had the least number of steps
+    # a shorter run is judged as if it had `steps_to_judge` steps
     longer = max(1.0, thresholds["steps_to_judge"] * per_step / rates.updates)
     length = setup.completion_length
     reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
@@ -107,7 +107,7 @@ class _Reach:
     limit: float
 
     def kl(self, total: float | None = None, *, rounded: bool = True, **settings: Any) -> float:
-        """The KL of one update as long as all together. 16-bit weights are rounded after each update."""
+        """The KL of one update as long as all updates together. 16-bit weights are rounded after each update."""
         total = self.rates.total * self.longer if total is None else total
         settings = {"weight_decay": 0.0, **settings}
         if rounded and self.halves and self.rates.largest > 0:

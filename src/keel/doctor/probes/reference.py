@@ -1,4 +1,4 @@
-"""The reference: equal to the policy at the start, unchanged if it is frozen, and updated if it is not."""
+"""Check the reference: equal to the policy at step 0, unchanged if frozen, and updated if its kind moves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from keel.reference.kinds import KINDS, build_reference
 
 STILL_KINDS = ("frozen", "adapter_off")
 MAX_UPDATES = 512
-AT_ONCE = 2  # steps; a reference that takes over the policy within them leaves no KL to measure
+AT_ONCE = 2  # steps; a reference that copies the policy within them leaves no KL to measure
 HUGE_KL = 1e3  # nats per token, above the threshold of any kl_triggered reference
 
 
 def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The KL at step 0, then on a perturbed policy, then the reference's `update` as the loop calls it."""
+    """Measure the KL at step 0 and on a perturbed policy, then call the reference's `update` as the loop does."""
     if setup.run.reference is None:
         return Outcome(
             "reference",
@@ -88,7 +88,7 @@ def misplaced(setup: KeelSubject) -> Iterator[Finding]:
 
 
 def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
-    """Scoring and `update` on a perturbed policy must not make the reference follow the policy."""
+    """Check that noise on the policy and scoring do not move the reference, and that `update` does if it is due."""
     mask = setup.mask
     (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
     noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
@@ -98,7 +98,7 @@ def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dic
         figures["policy_moved"] = largest_gap(logp, moved_logp, mask)
         figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
         figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
-        # otherwise its scores vary by themselves
+        # unsteady scores vary even if the weights do not
         steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]
         if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
             return [_follows(setup, figures)]
@@ -176,9 +176,9 @@ def _kind(setup: KeelSubject) -> str:
 def _updates(
     setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
 ) -> list[Finding]:
-    """Call `update` as the loop does, and compare weights at steps that are powers of two, and finally the scores.
+    """Call `update` as the loop does. Compare weights at steps that are powers of two, and scores at the end.
 
-    What a reference adds to its layers' outputs, such as an average under LoRA, changes only its scores.
+    A reference that adds to its layers' outputs, such as an EMA under LoRA, changes its scores but not its weights.
     """
     reference = setup.run.reference
     assert reference is not None
@@ -249,9 +249,9 @@ def _parameters(setup: KeelSubject) -> dict[str, Any]:
 
 
 def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
-    """A user's reference, saved beside a moved policy, must be the same after loading beside another policy.
+    """Save a user's reference with a perturbed policy and load it with another: its weights must be equal.
 
-    The policy is perturbed, because at step 0 it equals the reference and a wrong save would not show.
+    At step 0 the policy equals the reference, so a wrong save would not show.
     """
     config, original = setup.config.reference, setup.run.reference
     if not is_import_path(config.kind) or original is None:

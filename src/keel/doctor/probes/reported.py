@@ -1,4 +1,4 @@
-"""The engine's reported log-probabilities, and what explains a gap to the policy's."""
+"""Check the log-probabilities that the engine reports, and explain their gap to the policy's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EXPLAINED_SHARE = 0.3  # largest remaining share of an explained gap
 
 @dataclass(frozen=True)
 class Reports:
-    """The engine's reports for the tokens of these groups that `keep` `[N]` selects, with the policy's own values."""
+    """The engine's log-probabilities for the tokens that `keep` `[N]` selects, with the policy's own."""
 
     setup: KeelSubject
     groups: Sequence[Group]
@@ -61,7 +61,7 @@ class Reports:
 
     @cached_property
     def rounding(self) -> Tensor:
-        """The rounding error of bfloat16 for these tokens `[N]`; with 16-bit weights, of those against fp32."""
+        """The rounding error of bfloat16 for these tokens `[N]`; for 16-bit weights, their difference from fp32."""
         own = self.drawn.logp(unfiltered(self.setup.sampling))
         if self.setup.policy.dtype != torch.float32:
             with in_float32(self.setup):
@@ -142,7 +142,7 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
 
 
 def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
-    """Check filtered_logp under the configured filters, from which the importance weights are computed."""
+    """Check filtered_logp, which importance weights are computed from, under the configured filters."""
     assert drawn.filtered_logp is not None
     gap = drawn.filtered_logp - drawn.logp(setup.sampling)
     gap = gap[gap.isfinite()]  # tokens that the filters exclude are reported by the test of draws

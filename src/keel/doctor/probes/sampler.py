@@ -40,7 +40,7 @@ _STRANGE = 2  # number of times that random texts are continued
 
 
 def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The gap between the engine's log-probabilities and the policy's, and a test that the policy drew the tokens."""
+    """Compare the engine's log-probabilities with the policy's, and test whether the policy drew the tokens."""
     own = ~foreign(setup, thresholds)
     drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
     figures: dict[str, float] = {}
@@ -55,7 +55,7 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         setup.shared["reported"] = of_reports[-1].code if of_reports else ""
         findings += of_reports
     if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
-        findings += filtered_findings(setup, drawn, thresholds)  # otherwise one error affects both
+        findings += filtered_findings(setup, drawn, thresholds)  # otherwise one error would be reported twice
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     if setup.shared["repeated steps"]:
@@ -66,7 +66,7 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
     decided = chance < alarm or odds > -math.log(alarm)
-    if not decided and (chance < doubt or odds > -math.log(doubt)):  # not decided: test more and other draws
+    if not decided and (chance < doubt or odds > -math.log(doubt)):  # undecided: test more and independent draws
         more = _sample_more(setup, thresholds, rounds=_FURTHER)
         chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
@@ -87,9 +87,9 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 
 def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> list[Finding]:
-    """Findings about the reports for the batch; if they are fine, also for tokens after random texts.
+    """Findings about the reports for the batch; without errors, also about those for tokens after random texts.
 
-    After its own prompts, a confident policy gives its tokens the same log-probabilities even if an earlier token was
+    After the run's prompts, the log-probabilities of a confident policy hardly change even if a token of its context is
     wrong.
     """
     found = [] if reports.close(thresholds) else [reported_finding(reports, thresholds)]
@@ -117,7 +117,7 @@ def _draw_statistics(
 ) -> tuple[float, list[Alternative], float]:
     """The p-value of these draws under the policy, the alternatives, and the log evidence ratio for any of them."""
     chance = chance_of(more, sampling)
-    if sampling.filtered:  # a token that the filters exclude makes the p-value 0, so the alternatives skip it
+    if sampling.filtered:  # a token that the filters exclude has −∞ log-probability, so the alternatives skip it
         inside = more.logp(sampling).isfinite()
         more, sampling = replace(more, logits=more.distribution(sampling)).where(inside), SamplingParams()
     others, odds = alternatives(more, sampling, ends)
@@ -166,8 +166,8 @@ _SURE = 0.5  # nats of evidence; below it, the policy itself repeats completions
 def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Steps and samples must not repeat each other more often than the policy itself does.
 
-    Repeats must not be more frequent within a step than across steps either, since a sampler may be more confident than
-    the policy.
+    Copies within a step are not reported if they are as frequent across steps: a sampler may be more confident than the
+    policy.
     """
     problems = [group.problem for group in setup.groups]
     other = setup.collect(problems, step=NOISE_STEP)
@@ -258,9 +258,9 @@ def repeated_steps(setup: KeelSubject, groups: Sequence[Group], other: Sequence[
 
 
 def copies(setup: KeelSubject, groups: Sequence[Group]) -> tuple[float, float]:
-    """Log evidence ratio, in nats, of copies within groups; second, that of the best pattern alone.
+    """Two log evidence ratios, in nats: of copies within groups, and of the best pattern of copies alone.
 
-    It covers copies in some groups, and one pattern of copies in all groups.
+    The first covers copies in some groups, and one pattern of copies in all groups.
     """
     every, total = [*zip(_tokens(groups), _logp(setup, groups), strict=True)], 0.0
     for tokens, logp in every:

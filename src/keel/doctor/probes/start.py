@@ -1,4 +1,4 @@
-"""The reference at step 0: the policy's own weights, and so a KL of 0; where it is not, what explains it."""
+"""Compare the reference with the policy at step 0. Their KL must be 0; otherwise find the cause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from keel.models.lora import adapter_is_zero
 
 
 def not_trained(config: Config) -> Advice:
-    """The reference that Keel makes from the policy as it starts."""
+    """Advice: a reference that Keel makes from the policy at step 0."""
     advice = setting("set {} (frozen, or adapter_off under LoRA)", as_kind(config.to_dict(), "auto"))
     return advice if str(advice) else Advice("load one checkpoint for both")
 
@@ -46,7 +46,7 @@ class WeightDifference:
 def compare_weights(
     policy: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, fresh: bool = True
 ) -> WeightDifference:
-    """The weights in effect by name. A `fresh` adapter changes nothing yet, so that it may be missing."""
+    """Compare effective weights by name. Either side may lack a `fresh` adapter, which changes nothing yet."""
     common = [name for name in policy if name in reference]
     differing, largest = [], 0.0
     for name in common:
@@ -81,7 +81,7 @@ def _dtype(weights: Mapping[str, Tensor]) -> str:
 
 
 def token_kl(logp: Tensor, ref_logp: Tensor, mask: Tensor) -> float:
-    """k3 of the batch's tokens, nats per token: samples are the policy's own."""
+    """Mean k3 of the batch's tokens, sampled from the policy, in nats per token."""
     return k3((ref_logp - logp)[mask].double()).mean().item()
 
 
@@ -187,7 +187,7 @@ def explain_start(
             f"the policy computes in {difference.dtypes[0]}, the reference in {difference.dtypes[1]}",
             either("give both one type", not_trained(config)),
         )
-    if abs(scale - 1.0) > 0.01:  # a choice between causes of a finding that stands; no alarm hangs on it
+    if abs(scale - 1.0) > 0.01:  # this selects the cause only; the finding is reported anyway
         return (
             f"the reference's logits are {scale:.3g} times the policy's: the two are taken at different temperatures",
             Advice("score both at rollout.temperature"),

@@ -1,10 +1,10 @@
-"""The path from engine to judge: which prompts the engine continues, and which text is judged.
+"""Check which prompts the engine continues, and which text is judged.
 
 An engine is a black box. Its reported log-probabilities and its samples show which prompts it continues: the scored
 ones, changed ones, or those of other problems. Reports must equal the policy's log-probability after that prompt, and
-samples must be likely after it. With p₀ after the scored prompts and p₁ … pₙ after others, the mean of pᵢ/p₀ over i has
-expectation 1 if the scored prompts were continued. Its logarithm is a log evidence ratio (see evidence.py). A
-hypothesis is reported only if it fits the samples by itself.
+samples must be likely after it. Let p₀ be the samples' probability after the scored prompts and p₁ … pₙ that after
+others. If the scored prompts were continued, the mean of pᵢ/p₀ over i has expectation 1. Its logarithm is a log
+evidence ratio (see evidence.py). A hypothesis is reported only if it fits the samples by itself.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from keel.doctor.thresholds import Thresholds
 from keel.rollout.request import Request, StopStrings, Turn
 from keel.rollout.sampling import SamplingParams
 
-_TOKENS = 256  # drawn tokens that tell prompts apart
-_MORE_STEP = 2_000_003  # noise of its own
-_MORE, _MORE_TOKENS = 16, 512  # completions a problem at most, and tokens that are enough
-_LATER = 32  # turns that are looked at
+_TOKENS = 256  # drawn tokens that suffice to tell prompts apart
+_MORE_STEP = 2_000_003  # a step that no run reaches, for independent noise
+_MORE, _MORE_TOKENS = 16, 512  # most completions per problem, and number of tokens to sample
+_LATER = 32  # most turns that are examined
 _REPEATED_STEP = 3_000_017
 _SAID, _TIMES, _SAMPLES = 12, 9, 16  # tokens that are repeated, how often, and completions of each
-_MOVED = 10.0  # times what the policy's own log-probabilities differ by
+_MOVED = 10.0  # factor over the difference of the policy's own log-probabilities
 
 
 def probe_travel(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The text of every turn against its tokens, and every completion against the prompt that it is scored after."""
+    """Compare each turn's text with its tokens, and each completion with the prompt that it is scored after."""
     return Outcome("travel", (*text_findings(setup.whole), *_continued(setup, thresholds)))
 
 
 def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """A finding if the scored prompts do not explain the completions, with the prompts that do, if any are found.
+    """Report other prompts that explain the completions if the scored ones do not.
 
-    If reports are right for first turns and far off for later ones, that alone is a finding.
+    Log-probabilities that are right for first turns and far off for later ones are a finding even without such prompts.
     """
     first_off = False
     for where, given in (("", _first_turns), ("turns after the first", _later_turns), ("random texts", _strange)):
@@ -123,7 +123,7 @@ def _written(setup: KeelSubject, groups: Sequence[Group]) -> list[Group]:
     if all(len({c.tokens for c in row}) == 1 for row in rows if row):
         rows = [row[:1] for row in rows]
     width = max(4, most_tokens(setup) // max(1, sum(map(len, rows))))
-    # its reports refer to the filtered distribution
+    # the engine reports log-probabilities after filters
     unknown = setup.run.engine.logp_after_filters and setup.sampling.filtered
 
     def cut(c: Completion) -> Completion:
@@ -159,7 +159,7 @@ def _doubt(reports: Reports, scored: Draws, thresholds: Thresholds) -> str:
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well other prompts explain the turns: log evidence ratio in nats, and remaining gap of the reports."""
+    """How well changed prompts explain the turns: log evidence ratio in nats, and remaining gap of the reports."""
 
     other: OtherPrompt
     gain: float
@@ -196,11 +196,11 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
     known = not bool(off.isnan().any())
     by_report = known and before > ROUNDING
     if known and not by_report and float(off.sum()) > ROUNDING * off.numel():
-        return None  # the reports fit the own prompts only; a swapped completion would bring its own reports
+        return None  # the reports fit the own prompts only; those of swapped completions would fit another
     nearest = off.argmin(-1) if by_report else likely.argmax(-1)
     left = float(off.gather(-1, nearest[:, None]).sum() / len(scored)) if by_report else math.inf
     rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
-    # the minimum over many prompts is small by itself, so the limit is strict
+    # the minimum over many prompts is small by chance, so the limit is strict
     decisive = left <= min(closed(setup, before), rounding)
     chosen = nearest[scored.row]
     logits = scored.logits.clone()
@@ -241,7 +241,7 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
 
     fits = [fit(other) for other in other_prompts(setup, groups)]
     fits += _refined(groups, fits, fit)
-    # reports near 0, as for end tokens, fit every prompt that makes them certain
+    # reports near 0, as of end tokens, fit every prompt after which the token is certain
     size = min(residual, average(scored.sample_logp[~scored.sample_logp.isnan()]))
     best = min(fits, key=lambda entry: entry.residual, default=None)
     if best is not None and ROUNDING < residual < math.inf and best.residual <= closed(setup, size):
@@ -262,15 +262,15 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
 
 
 def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> str | None:
-    """Evidence that text stands before the prompt, without a guess at it.
+    """Evidence that the engine puts unknown text before the prompt.
 
-    After one token, once or many times, attention gives the same value whatever its weights are, and with rotary
-    positions the next token's distribution is the same. Where it is not, something else comes before.
+    In a prompt that repeats one token, all attention values are equal. With rotary positions, the next token's
+    distribution then does not depend on the number of repetitions. If it does, other text comes before.
     """
     said = sorted({token for group in setup.groups for token in group.prompt_tokens})[:_SAID]
 
     def reported(times: int, step: int) -> tuple[dict[tuple[int, int], Tensor], Draws]:
-        """What is reported of a next token after one, and the policy's own; without what differs at each draw."""
+        """Reported and own log-probability by (token, next token) where equal in all draws, and the draws."""
         groups = setup.complete([(token,) * times for token in said], samples=_SAMPLES, length=1, step=step)
         drawn = draws(setup, [group for group in groups if group.completions])
         pairs = torch.stack([drawn.sample_logp, drawn.logp(unfiltered(setup.sampling))], dim=-1)
@@ -288,7 +288,7 @@ def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) ->
     again = [reported(times, _REPEATED_STEP + 1)[1] for times in (1, _TIMES)]
     doubts = [min(chance_of(drawn, setup.sampling) for drawn in pair) for pair in ((one, many), again)]
     if not moved > max(limit, _MOVED * own, rounding) or max(doubts) > thresholds["sampler_doubt"]:
-        return None  # where draws are the policy's, only the reports are something else
+        return None  # if the draws are the policy's, only the reports are wrong
     return (
         f"the engine's log-probabilities are off by {reports.size:.3g} nats on average; of the same next token they "
         f"differ by {moved:.3g} nats between prompts of one token and of that token {_TIMES} times, and the policy's "
@@ -310,7 +310,7 @@ def _refined(groups: Sequence[Group], fits: Sequence[_Fit], fit: Callable[[Other
 
 
 def _enough(setup: KeelSubject, scored: Draws, thresholds: Thresholds) -> float:
-    """The log evidence ratio, in nats, that another prompt needs: above chance and any sampling options' ratio."""
+    """The log evidence ratio, in nats, that another prompt needs: above chance and above any sampling options'."""
     plain = unfiltered(setup.sampling)
     own = float(_logp(setup, scored).sum())
 
@@ -393,7 +393,7 @@ def _others(setup: KeelSubject) -> list[OtherText]:
 
 
 def _worth(setup: KeelSubject, others: Sequence[OtherText]) -> tuple[Severity, str]:
-    """The effect of the difference: an error if the right texts earn another reward, otherwise a note."""
+    """Severity and evidence: an error if the right texts earn another reward, else a note; a warning if untested."""
     if setup.config.reward.aggregate != "sum" or setup.config.reward.shuffle is not None:
         return "warning", ""
     expected = {id(other.turn): other.expected for other in others}

@@ -68,10 +68,10 @@ def gradient_norm(gradients: list[Tensor | None]) -> float:
 
 
 def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
-    """The KL of the first update at its own learning rate and at the peak rate. Both updates are undone.
+    """Measure the KL of the first update at its own learning rate and at the peak rate. Both updates are undone.
 
-    A warm-up is meant for the first updates, which have full length under Adam however noisy the gradient is. Momentum
-    averages later ones, so the peak rate has a limit of its own, `kl_per_update_peak`.
+    Under Adam, first updates have full length however noisy the gradient is, which a warm-up is meant for. Momentum
+    averages later ones, so the peak rate has another limit, `kl_per_update_peak`.
     """
     batch, real_rewards = with_signal(scored(setup), setup)
     own = setup.of_batch.get("own_states")

@@ -1,4 +1,4 @@
-"""`keel doctor --trl module:build_trainer`: one batch through a TRL trainer's own methods, and what is wrong."""
+"""`keel doctor --trl module:build_trainer`: run one batch through a TRL trainer's own methods and report errors."""
 
 from __future__ import annotations
 

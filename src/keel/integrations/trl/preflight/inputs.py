@@ -159,7 +159,7 @@ def _not_numbers(subject: TrlSubject) -> Iterator[Finding]:
 
 
 def measure_masks(subject: TrlSubject) -> Outcome:
-    """Masks, ends, and ∂loss/∂logp: zero where nothing was sampled, another number where something was."""
+    """Check masks and end tokens, and that ∂loss/∂logp is zero exactly at tokens that were not sampled."""
     sampled, trained = subject.of_batch_width(subject.sampled), action_mask(subject.batch)
     expected = sampled
     if subject.trainer.mask_truncated_completions:

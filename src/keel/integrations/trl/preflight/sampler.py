@@ -22,7 +22,7 @@ from keel.reference.weights import unwrap
 
 
 def measure_sampler(subject: Any) -> Outcome:
-    """Reported log-probabilities and drawn tokens against the model's own forward."""
+    """Compare reported log-probabilities and drawn tokens with the model's own forward."""
     trainer, limits, params = subject.trainer, subject.thresholds, subject.sampling
     findings, unchecked, figures = list[Finding](), list[str](), dict[str, float]()
     used = (trainer.args.generation_kwargs or {}).get("temperature", trainer.temperature)
@@ -62,9 +62,9 @@ def measure_sampler(subject: Any) -> Outcome:
 
 
 def measure_reference(subject: TrlSubject) -> Outcome:
-    """The reference's log-probabilities against a forward of our own, the KL at the start, and a changed policy."""
+    """Compare the reference's log-probabilities with its own forward and the policy, also after noise on the policy."""
     mask = subject.batch_values("completion_mask").bool()
-    seen = subject.sampled & mask  # TRL scores other tokens without their own text
+    seen = subject.sampled & mask  # TRL hides other tokens from its attention as well
     whole = bool(((mask == subject.written).all(1) | ~mask.any(1)).all())
     if not whole or not bool(seen.any()) or subject.found & {"sampler/swapped", "sampler/other-prompt"}:
         why = "reference/*, kl/at-start: the batch's rows and masks are not those of the sampled tokens"

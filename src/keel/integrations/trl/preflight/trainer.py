@@ -1,4 +1,4 @@
-"""The trainer to examine. Build it by the user's function, refuse unsupported settings, and restore it afterwards."""
+"""Build the trainer by the user's function, refuse unsupported settings, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def untouched(trainer: Any) -> Iterator[None]:
     same = {id(p): p for group in groups for p in group["params"]}  # do not copy the parameters themselves
     own = None if optimizer is None else copy.deepcopy((optimizer.state, groups), same)
     loaders = len(trainer.accelerator._dataloaders)
-    numbers, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # users' rewards draw from it
+    numbers, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  # rewards may use it
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             yield

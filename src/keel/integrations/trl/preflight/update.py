@@ -33,7 +33,7 @@ FAR = 1e-3  # if policy and reference differ by more nats than this, the term mu
 
 
 def measure_kl(subject: TrlSubject) -> Outcome:
-    """β·KL by the loss at β and at 0, where noise has moved the policy: at the start it has no gradient."""
+    """Compare the loss's gradients at β and at 0 on a perturbed policy: at the start the KL has no gradient."""
     if subject.beta == 0:
         return _without(subject)
     if why := subject.lacks("loss"):
@@ -53,7 +53,7 @@ def measure_kl(subject: TrlSubject) -> Outcome:
 
 
 def _noise(subject: TrlSubject) -> float:
-    """The size of noise that moves the policy by a KL of about `PULLED_AT`, or less."""
+    """The size of noise, halved until it moves the policy by a KL of at most 4 × `PULLED_AT`."""
     before, noise = subject.forward_logp(), RELATIVE_NOISE
     for _ in range(_TRIES):
         with subject.perturbed(noise):
@@ -169,9 +169,9 @@ def _too_strong(
 
 
 def measure_accumulation(subject: TrlSubject) -> Outcome:
-    """Gradients of `training_step`, which is what an update sums: in parts they must be those of the whole.
+    """Check that the gradients which `training_step` sums over microbatches equal that of the whole batch.
 
-    bnpo and the entropy bonus are means over each microbatch, so that only the division by their number is promised.
+    bnpo and the entropy bonus are means over each microbatch. There, only the division by their number is checked.
     """
     trainer, args = subject.trainer, subject.trainer.args
     rows = len(subject.groups)
@@ -216,7 +216,7 @@ def _gradient(subject: TrlSubject, micros: list[dict[str, Any]], accumulated: in
 
 
 def measure_update(subject: TrlSubject) -> Outcome:
-    """Trainable weights, the optimizer's own list of them, and one step at the full rate. Inside `untouched`."""
+    """Check the trainable weights, the optimizer's list of them, and one step at the full rate. Call in `untouched`."""
     trainer, weights, every = subject.trainer, subject.weights, list(subject.trainer.model.parameters())
     own = {id(weight) for weight in weights}
     for weight in every:  # the state in which training would build its optimizer
