@@ -81,9 +81,9 @@ def unpenalized(tree: Tree, why: str, source: str = "keel") -> Advice:
 
 
 def steered(tree: Tree, limit: float) -> Options:
-    """A controller with a target KL per token of half of `limit`; {} if one is configured already.
+    """A controller with a target KL per token of half of `limit`; {} if the configured one has that target or less.
 
-    The controller is PID. It held a real model's KL within its band at nine steps of ten. The dual controller's β kept
+    The controller is PID. It held a real model's KL within its band at nine of ten steps. The dual controller's β kept
     growing long after the KL had started to fall (docs/results.md).
     """
     now, target = option_of(tree, "kl.controller"), _two_digits(limit / 2)
@@ -99,7 +99,7 @@ def steered(tree: Tree, limit: float) -> Options:
 
 
 def _penalty(tree: Tree) -> Options:
-    """Options that the estimator, placement and gradient need, which were not checked while β was 0."""
+    """Options that correct the estimator, placement and gradient, which are not checked at β = 0."""
     kl = option_of(tree, "kl")
     formula = formula_of({**tree, "kl": {**kl, "beta": START_BETA}}) if isinstance(kl, Mapping) else None
     return {} if formula is None or formula.right else formula.change
@@ -114,7 +114,7 @@ def reference(tree: Tree, kind: str) -> Options:
 
 
 def without_dropout(tree: Tree) -> Options:
-    """Turn dropout off where this configuration turns it on. Without an adapter, its dropout is not mentioned."""
+    """The options that turn off the dropout that this configuration turns on."""
     options: dict[str, Any] = {}
     if option_of(tree, "model.dropout"):
         options["model.dropout"] = False
@@ -131,7 +131,7 @@ def unfiltered(tree: Tree, source: str = "keel") -> Options:
 
 
 def warmed_up(tree: Tree, steps: int = 10) -> Options:
-    """A learning-rate warm-up that ends before the run does."""
+    """A learning-rate warm-up of `steps`; {} if the configured one is as long, or the run is not twice as long."""
     now, end = option_of(tree, "optim.warmup_steps"), option_of(tree, "run.max_steps")
     short = isinstance(now, int) and now < steps
     return {"optim.warmup_steps": steps} if short and (finite(end) or math.inf) > 2 * steps else {}

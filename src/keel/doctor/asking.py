@@ -1,7 +1,7 @@
 """Alternative prompts: another template or none, without a part of the template, or with another wording.
 
-The log-probability of gold answers selects the alternative (`decide`). Each table states what else is needed to report
-the run's own prompts as wrong.
+The log-probability of gold answers selects the alternative (`decide`). Each table states the further evidence that a
+finding needs.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def _in_template(subject: KeelSubject, problem: Problem, template: str) -> Token
 
 
 def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without the configured system prompt. The template is named as well: `auto` would not render plain texts."""
+    """Prompts without the system prompt.
+
+    `auto` does not render plain texts without one, so the template is also tried by name.
+    """
     text, tokenizer = subject.config.data.system_prompt, subject.policy.tokenizer
     ways: list[dict[str, Any]] = [{"data.system_prompt": None}] if text is not None else []
     if ways and subject.config.data.chat_template == "auto":
@@ -158,7 +161,7 @@ def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
 # ------------------------------------------------------------------------ prompts without a part
 
 CUTS = 5  # positions tried on either side
-FEWEST = 4  # tokens of an instruction: some models use one or two rare words as a switch
+FEWEST = 4  # least number of removed tokens; shorter texts may be switches that the model was trained with
 
 
 def _framed(subject: KeelSubject) -> Callable[[Problem], Frame | None]:
@@ -176,7 +179,7 @@ def _framed(subject: KeelSubject) -> Callable[[Problem], Frame | None]:
 
 
 def template_parts(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without each of the parts that the template adds to the messages, one part at a time."""
+    """Prompts without one part that the template adds to the messages, for each part."""
     framed = _framed(subject)
     filled = [problem for problem in subject.problems(CHOOSING) if _filled(subject, problem)]
     frames = [frame for frame in map(framed, filled) if frame is not None]
@@ -200,7 +203,7 @@ def template_parts(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 
 def shared_text(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """Without the words that all questions share at their beginning or end, up to a sign or as far as they agree."""
+    """Prompts without text that all questions share at their start or end, cut at a punctuation mark or in full."""
     framed = _framed(subject)
 
     def region(problem: Problem) -> tuple[int, int] | None:
@@ -270,7 +273,7 @@ def _shown(text: str) -> str:
 
 
 def _last_alone(text: str) -> str:
-    """The text from the last repetition of its first word, for questions that are several joined rows."""
+    """The text from the last repetition of its first word, for questions that join several rows."""
     first = re.match(r"\s*([^\W\d]{2,})", text)
     places = re.finditer(rf"(?<![^\W\d]){re.escape(first[1])}(?![^\W\d])", text) if first else ()
     return text[[place.start() for place in places][-1] :] if first else text
@@ -347,7 +350,7 @@ MARKED = 8  # number of problems whose rendered prompts are searched for marks
 
 
 def spelled_marks(subject: KeelSubject) -> Iterator[Verdict]:
-    """Turn marks that are not tokens, unless the model knows gold answers after them and less well without."""
+    """Turn marks that are not tokens, unless gold answers are likelier with them than without the template."""
     tokenizer: Any = subject.policy.tokenizer
     problems = [p for p in subject.problems(MARKED) if subject.answer(p) and _filled(subject, p)]
     spelled = _spelled(subject, problems[0]) if problems else []

@@ -1,4 +1,4 @@
-"""Check tool results: repeat the batch's first calls, each alone and after the calls of other episodes.
+"""Check tool results: repeat the batch's first calls in two new episodes each, after calls of other episodes.
 
 A call should return its own, complete result: the same for an equal call, another for a different call. Each row of the
 tables tests one consequence, without assuming what the tool should return.
@@ -42,7 +42,7 @@ from keel.envs.toolbox import ToolEpisode
 ALL = 0.99  # least share of the calls, for properties that must hold for almost all
 GOLDS = 2  # number of gold first turns that are replayed
 PROBLEMS = 16  # number of problems; two random outcomes agree on all of them once in 30,000 times
-ALIKE = 0.1  # least excess similarity of two results of one call over those of two different calls
+ALIKE = 0.1  # two results of one call must be more similar than those of different calls by this much
 SHOWN = 60  # characters that are shown
 
 # Confirmations and verdicts, which many different calls may return.
@@ -73,7 +73,7 @@ class Property:
 
 
 def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
-    """The first property that is violated; nothing if no call of the batch was answered."""
+    """The first property that is violated, and leaked answers; nothing if no call of the batch was answered."""
     rows = replayed(setup)
     wrong = next((broken for row in PROPERTIES if (broken := row.judge(setup, rows))), None)
     wrong = wrong or _whatever_is_asked(setup, rows)
@@ -99,7 +99,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> bool:
 
 
 def _lost(setup: KeelSubject, rows: Rows) -> tuple[Rows, Rows]:
-    """Results that the episode was not shown in full. Only tools with repeatable results are checked."""
+    """Results that are not in the model's context in full. Only tools with repeatable results are checked."""
     shown = [row for row in rows if row.shown is not None and row.again.strip()]
     steady = [row for row in shown if row.is_steady]
     if len(steady) <= MOST * len(shown):
@@ -230,10 +230,10 @@ PROPERTIES: tuple[Property, ...] = (
 
 
 def _whatever_is_asked(setup: KeelSubject, rows: Rows) -> Wrong | None:
-    """One equal result for different calls of many problems, apart from a mere confirmation.
+    """The same result for different calls in many problems, unless it is a mere confirmation.
 
-    If all calls are wrong, one reply to all of them is right. Calls in gold turns must therefore get the same reply. If
-    no gold turn calls a tool, the finding is a warning.
+    If all calls of the model are wrong, one reply to all of them is correct. Calls in gold turns must therefore get
+    this reply too. If no gold turn calls a tool, the finding is a warning.
     """
     # a useless reply may be due to a mistake in the model's call
     results = [row for row in rows if not is_useless(row.again)]
@@ -276,7 +276,7 @@ def _to_gold_turns(setup: KeelSubject, rows: Rows) -> set[str]:
     """The replies to gold first turns that differ from the model's turns; "" where the episode ends."""
     task, replies_to_gold = setup.run.task, list[str]()
     for problem in {row.problem.key: row.problem for row in rows}.values():
-        with suppress(Exception):  # as above; a task may have no gold turns
+        with suppress(Exception):  # user code may raise anything, and a task may have no gold turns
             gold = task.gold_turns(problem)[0]
             made = [squeezed(row.text) for row in rows if row.problem.key == problem.key]
             if len(replies_to_gold) >= GOLDS or all(squeezed(gold) in text for text in made):
@@ -288,7 +288,7 @@ def _to_gold_turns(setup: KeelSubject, rows: Rows) -> set[str]:
 
 
 def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[Finding]:
-    """Replies that contain the problem's answer whatever is asked, including the call of another problem."""
+    """Replies that contain the problem's answer even if the call is that of another problem."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
     if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
         return
@@ -296,7 +296,7 @@ def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[F
     problems |= {p.key: p for p in task.sample(PROBLEMS, seed=setup.config.run.seed, step=1)}
     for number, problem in enumerate(problems.values()):
         turns = [row.text for row in rows if row.problem.key != problem.key]
-        with suppress(Exception):  # as above
+        with suppress(Exception):  # user code may raise anything
             reply = answers_again(setup, problem, turns[number % len(turns)])
             pairs += [] if reply is None else [(problem, contents(reply))]
     for leak in leak_findings(setup, pairs, thresholds, of="replies to another problem's turn"):

@@ -1,4 +1,4 @@
-"""Which findings count: causes come before their symptoms (causes.yaml), and findings out of scope are removed."""
+"""Turn symptoms of a found cause into notes (causes.yaml), and remove findings that are out of scope."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from keel.base.yaml_text import load_package_yaml
 from keel.doctor.findings import CODES, SEVERITIES, Finding, ranked
 from keel.doctor.runs import option_of
 
-_AS_BROAD = 0.9  # least share that a cause affects, relative to that of its symptom
-# plain effects of a cause, even if the cause's severity is lower
+_AS_BROAD = 0.9  # a cause explains a symptom if its affected share is at least this multiple of the symptom's
+# cause: a symptom that it explains even if the cause is less severe, and whose severity it does not take
 _MERE_EFFECTS = {"data/misaligned": "advantage/amplified"}
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One row: a cause, the codes that it explains and under which condition, and a sentence with the reason."""
+    """A row of causes.yaml: the codes that a cause explains, by condition, and the reason as a sentence."""
 
     why: str
     explains: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ def symptoms(
 ) -> set[str]:
     """The codes of `among` that a cause explains, directly or through other symptoms, along edges that hold.
 
-    `log` says that the findings are from a run's log. `from_start` are those that its first step showed already, which
+    `log`: whether the findings are from a run's log. `from_start`: codes that the log's first step already shows, which
     no update can have caused.
     """
     reached: set[str] = set()
@@ -70,8 +70,8 @@ def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[st
     """Findings worst first. Findings with a found cause become notes "explained by CAUSE: …".
 
     A note or a guess explains nothing. A cause does not explain a symptom that affects a larger share. A cause below
-    its usual severity explains a more severe symptom only if that is a plain effect. A cause gets the highest severity
-    of its symptoms.
+    its usual severity explains a more severe symptom only if `_MERE_EFFECTS` lists it. A cause gets the highest
+    severity of its symptoms.
     """
     listed = ranked(findings)
     serious = {finding.code: finding for finding in reversed(listed) if finding.severity != "note"}
@@ -88,7 +88,7 @@ def explain(findings: Iterable[Finding], *, log: bool, from_start: Collection[st
 
 
 def _accounts_for(cause: Finding, symptom: Finding) -> bool:
-    """Whether a cause affects a large enough share and is severe enough, as far as both are known."""
+    """Whether a cause affects a large enough share and is severe enough. Unknown shares are not compared."""
     if cause.share is not None and symptom.share is not None and cause.share < _AS_BROAD * symptom.share:
         return False
     if _MERE_EFFECTS.get(cause.code) == symptom.code:
@@ -147,7 +147,7 @@ def in_scope(findings: Iterable[Finding], config: Mapping[str, Any]) -> list[Fin
 
 
 def figures_in_scope(figures: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that decide hypotheses; with a teacher, without the initial KL, which is the distance to it."""
+    """The figures that decide hypotheses; with a teacher, without the initial KL, the distance to the teacher."""
     left_out = _START_FIGURES if option_of(config, "reference.model") is not None else ()
     return {name: value for name, value in figures.items() if name not in left_out}
 

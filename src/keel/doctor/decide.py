@@ -66,7 +66,7 @@ def within(context: Callable[[Subject], AbstractContextManager[Any]]) -> Callabl
 
 @dataclass(frozen=True)
 class Gap:
-    """Errors `[N]` in nats, which of them are rounding, and how much may remain after the cause is removed."""
+    """Functions of a subject: errors `[N]` in nats, whether they are rounding, and how many nats a fix may leave."""
 
     errors: Callable[[Any], Tensor]
     is_rounding: Callable[[Any, Tensor], bool]
@@ -113,8 +113,8 @@ class Table:
 
     `problems`: which sampled problems are used. `foreign`: the removed tokens must have a high NLL under the model,
     which tokens of the training format do not have. `knows`: the model must beat the marginal frequency of each answer.
-    `least`: the share of the NLL that must disappear. `share`: the share that is sufficient evidence. `earns`: what the
-    rewards must show if that is not reached.
+    `least`: the share of the NLL that must disappear. `share`: the share that is sufficient evidence. `earns`: the
+    required gain in reward if `share` is not reached.
     """
 
     rows: Callable[[Any], Iterable[Hypothesis]]
@@ -147,7 +147,7 @@ class Likelier:
 def decide(
     table: Table, subject: Any, *, alpha: float, simpler: Sequence[Hypothesis] = ()
 ) -> tuple[Verdict, Hypothesis | None]:
-    """The verdict, and the selected hypothesis in any case. Hypotheses in `simpler` must explain less of the gain."""
+    """The verdict, and the selected hypothesis if any. It is not reported if one of `simpler` has most of its gain."""
     asked = [p for p in subject.problems(TESTING) if subject.answer(p) and table.problems(subject, p)]
     asked = [*{(subject.prompt(p), subject.answer(p)): p for p in asked if _has_room(subject, p)}.values()]
     first, rest = asked[:CHOOSING], asked[CHOOSING:]
@@ -160,7 +160,7 @@ def decide(
     if best is None:
         return Verdict.sound("nothing makes gold answers likelier"), None
     before = _rates(subject, subject, rest)
-    with best.apply(subject) as changed:  # the change may alter the subject's own model temporarily
+    with best.apply(subject) as changed:  # may change the subject's own model, so `before` comes first
         if not matters(subject, first, own, _rates(subject, changed, first)):
             return Verdict.sound("nothing makes gold answers likelier by enough"), best
         tested = Likelier(best, rest, before, _rates(subject, changed, rest))
@@ -267,7 +267,7 @@ def _nll_of_left_out(subject: Any, tested: Likelier) -> float:
 
 
 def of_gains(gains: Sequence[float]) -> float:
-    """The p-value of the gains under no effect: the best of three tests on mean and signs, Bonferroni-corrected.
+    """The p-value of the gains under no effect: the smallest of a mean test and two sign tests, Bonferroni-corrected.
 
     The mean test alone is weak if a few answers make the whole gain, even if none gets worse.
     """
@@ -302,7 +302,10 @@ class Earned:
 
 
 def earned_under(hypothesis: Hypothesis, subject: Any) -> Earned | None:
-    """Rewards of the same problems under a hypothesis; more problems while they seem higher. None without rewards."""
+    """Rewards of the same problems with and without a hypothesis; None if the subject has no rewards.
+
+    More problems are sampled while rewards are higher with it, but not significantly.
+    """
     if subject.lacks("rewards"):
         return None
     others: list[Group] = []

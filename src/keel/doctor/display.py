@@ -22,7 +22,7 @@ Line = tuple[str, str]  # text and style
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console, name: str, *, verbose: bool = False) -> None:
-    """Print the verdict, the findings and what passed. `verbose` adds hypotheses, unchecked codes and notes.
+    """Print the verdict, the findings and the tests that passed. `verbose` adds hypotheses, unchecked codes and notes.
 
     The short form has twenty lines, or more if the first finding alone needs them. Sentences are never cut.
     """
@@ -66,7 +66,7 @@ def _counted(diagnosis: Diagnosis) -> str:
 
 
 def _short(diagnosis: Diagnosis, width: int, room: int) -> list[Line]:
-    """Errors and warnings, as many as fit. The remaining lines go to the first one."""
+    """Errors and warnings, as many as fit. Remaining lines show causes and symptoms, of the worst finding first."""
     serious = [finding for finding in ranked(diagnosis.findings) if finding.severity != "note"]
     for shown in range(min(SHOWN, len(serious)), 0, -1):
         others = serious[shown:]
@@ -119,7 +119,7 @@ def _sound(diagnosis: Diagnosis, width: int) -> str:
 
 
 def _hidden(diagnosis: Diagnosis, width: int) -> str:
-    """The last line: what the short form leaves out. Notes are listed by code if they fit."""
+    """The last line, on the parts that the short form omits. Notes are listed by code if they fit."""
     codes = [f.code for f in diagnosis.findings if f.severity == "note" and f.explained_by is None]
     unchecked = f"{len(diagnosis.unchecked)} could not be checked; " if diagnosis.unchecked else ""
     rest = f"{unchecked}more: --verbose"

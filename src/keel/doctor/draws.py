@@ -125,7 +125,7 @@ def first_tokens(groups: Sequence[Group], limit: int) -> list[Group]:
 
 
 def unfiltered(params: SamplingParams) -> SamplingParams:
-    """The same temperature without top-p, top-k and min-p, which `sample_logp` refers to."""
+    """The same temperature without top-p, top-k and min-p, as `sample_logp` is defined."""
     return replace(params, top_p=1.0, top_k=0, min_p=0.0)
 
 
@@ -246,7 +246,7 @@ def improbable_runs(drawn: Draws, params: SamplingParams, chance: float = 1e-9) 
 
 Tokens = tuple[int, ...]
 
-STRANGE_STEPS = 4_000_037, 4_000_039  # two steps with noise of their own
+STRANGE_STEPS = 4_000_037, 4_000_039  # step numbers beyond any run, so that their noise is separate
 _SHORT = (3, 6)  # short lengths in tokens, at which each token matters; the third length is that of the run's prompts
 _TEXTS, _SAMPLES, _LENGTH = 2, 8, 8  # texts per length, completions per text, and their length in tokens
 _TRIES = 8

@@ -19,8 +19,8 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.subject import LOOKS
 from keel.doctor.thresholds import Thresholds
 
-# Each alarm that a sample can raise by chance gets an equal part of `false_alarms` (Bonferroni). The tests of the
-# sampler's draws have levels of their own, `sampler_draws` and `foreign_chance`, which add almost nothing.
+# Each alarm that a sample can raise by chance gets an equal part of `false_alarms` (Bonferroni). Tests of the
+# sampler's draws use the separate levels `sampler_draws` and `foreign_chance`, which add almost nothing to the total.
 TESTS = (
     "advantage/amplified",
     "data/misaligned",
@@ -113,9 +113,9 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
     """Log evidence ratio, in nats, that equal completions of one group are copies. Values of independent groups add up.
 
     A pair has two entries: whether two completions have equal tokens, and the log-probability of the first. For
-    independent completions, 1[same]/p(first) has expectation 1, however often the policy repeats itself. So has the
-    product over `chain`, a chain of comparisons with distinct completions. Half of the weight stays on the ratio 1, so
-    that one group without copies does not make the product 0.
+    independent completions, 1[same]/p(first) has expectation 1, however often the policy repeats itself. The product
+    over `chain`, pairs with different second completions, also has expectation 1. Half of the weight is on
+    the constant ratio 1, so that one group without copies does not make the product 0.
     """
     single = [-logp for same, logp in pairs if same]
     every = [sum(-logp for _, logp in chain)] if chain and all(same for same, _ in chain) else []
@@ -124,7 +124,7 @@ def log_odds_of_copies(pairs: Sequence[tuple[bool, float]], chain: Sequence[tupl
 
 
 def odds_of_patterns(groups: Sequence[tuple[Sequence[Hashable], Sequence[float]]]) -> list[float]:
-    """Log evidence ratios that all groups repeat completions in one pattern, one for each pattern.
+    """For each pattern, the log evidence ratio that all groups repeat completions in that pattern.
 
     In blocks of b, a completion copies the first of its block. In rounds of b, it copies the one b before it. If
     completions are independent, Π 1[same]/p(source) over all groups has expectation 1 for each pattern, and so has the
@@ -167,8 +167,8 @@ def more_groups(
     """The groups of the batch, plus further ones while the test of `code` is undecided.
 
     Sampled groups are shared by all tests. Sampling ends when the budget of completions or time is used up. A test that
-    is then undecided is recorded in `Budget.undecided`. If large groups leave few problems and one completion
-    represents a problem, `single` allows a last look at one completion each of further problems.
+    is then undecided is recorded in `Budget.undecided`. `single` allows a last look at one completion each of further
+    problems, for tests in which one completion represents a problem.
     """
     further = setup.budget.further
     most = len(further) + most_completions(setup) // setup.built.sampling.num_generations
@@ -217,7 +217,7 @@ class Sampled:
 def share_over(
     setup: KeelSubject, code: str, share: Callable[[Group], float | None], alarm: float, usual: float, enough: float
 ) -> Sampled:
-    """The share in each group, with more groups while a mean over `alarm` may be chance at a true share of `usual`."""
+    """The share in each group. Samples more groups while a mean over `alarm` may be chance at the share `usual`."""
 
     def of(groups: Sequence[Group]) -> Sampled:
         shares = [value for group in groups if (value := share(group)) is not None] or [0.0]
@@ -227,7 +227,7 @@ def share_over(
 
 
 def with_single_ones(setup: KeelSubject, groups: Sequence[Group], most: int = 4**LOOKS) -> list[Group]:
-    """These groups plus one completion each of further problems, as many as a last look uses."""
+    """These groups plus one completion each of further problems, up to `most` groups."""
     sampled = list(groups)
     if len(sampled) < most and not setup.budget.is_spent:
         _sample(setup, sampled, most - len(sampled), generations=1)
@@ -243,14 +243,14 @@ def single_ones(setup: KeelSubject, most: int = 128) -> list[Group]:
 
 
 def most_completions(setup: KeelSubject) -> int:
-    """How many more completions may be sampled to decide tests. With a remote judge, its budget is a limit as well."""
+    """The number of completions that may still be sampled to decide tests. A remote judge's budget limits it too."""
     spent = sum(len(group.completions) for group in setup.budget.further)
     left = max(0, setup.budget.completions - spent)
     return min(left, setup.judgements_left) if setup.built.judge.remote else left
 
 
 def _sample(setup: KeelSubject, further: list[Group], count: int, generations: int | None = None) -> None:
-    """Up to `count` further groups, as many as the time allows. Their completions are not cut."""
+    """Append up to `count` groups to `further`, as many as the time allows. Their completions are not cut."""
     step, seed = len(setup.groups) + len(further), setup.config.run.seed
     problems = setup.run.task.sample(count, seed=seed, step=step)
     sampling = replace(

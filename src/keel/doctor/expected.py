@@ -83,7 +83,7 @@ def measure_term(
 def clamped_share(logits: Tensor, ref_logp: Tensor, clamp: float | None) -> float:
     """The share of Σ (p + q)·|log p − log q| that comes from log-ratios above the clamp.
 
-    A tight clamp is part of the term, so that its share is 0 here.
+    A tight clamp is part of the term: its share is 0.
     """
     if clamp is None or clamp < LOOSE:
         return 0.0

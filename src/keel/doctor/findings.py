@@ -1,4 +1,4 @@
-"""Findings, one row per code with its meaning and how it is decided, and the diagnosis that lists them."""
+"""The table of finding codes, findings, and the diagnosis that lists them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change: a text with one `{}` per proposal. A proposal is a set of options to change together.
+    """A text with one `{}` per proposal. A proposal is a set of options to change together.
 
     Proposals are data, so that tests can apply them. Each proposal is an independent alternative.
     """
@@ -79,8 +79,8 @@ class Finding:
 class Code:
     """A code: its meaning, how it is decided, its default severity, and its rank.
 
-    Causes have a lower `rank` than their symptoms. Among equal severities, lower ranks are listed first. `skill` says
-    that the finding depends on how much the policy has learned.
+    Causes have a lower `rank` than their symptoms. Among equal severities, lower ranks are listed first. `skill`:
+    whether the finding depends on how much the policy has learned.
     """
 
     name: str
@@ -148,7 +148,7 @@ class SuspectVerdict:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Findings worst first, what was tested, what could not be tested, and thresholds that were made less sensitive."""
+    """Findings worst first, hypotheses, tests that could not run, and thresholds that were made less sensitive."""
 
     findings: tuple[Finding, ...] = ()
     hypotheses: tuple[SuspectVerdict, ...] = ()
@@ -156,7 +156,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()  # what was read and done, and displays such as the coloured masks
     raised_thresholds: tuple[str, ...] = ()  # "threshold x raised from a to b"
     sound: tuple[str, ...] = ()  # names of tests without an error or a warning
-    cut: str | None = None  # how much of the warm start the policy got, if it was cut for time
+    cut: str | None = None  # the completed part of a warm start that was stopped for time
 
     @property
     def healthy(self) -> bool:

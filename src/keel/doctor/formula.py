@@ -1,6 +1,6 @@
-"""The configured KL term's expected gradient, by the table of verified pairings; used for configurations and logs.
+"""The expected gradient of the configured KL term, by the table of verified pairings; used for configurations and logs.
 
-This is what the configuration asks for. A measurement on a batch shows whether the code does it.
+It follows from the options alone. A measurement on a batch (`probes/kl_term.py`) checks the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from keel.verify.custom import estimator_facts
 @dataclass(frozen=True)
 class Formula:
     """The pairing as text, its expected gradient (a name in `keel.kl.facts.MEANINGS`), its meaning, and the options
-    that correct it. `right` if it follows ∇KL(policy‖ref), at least approximately.
+    that correct it. `right`: whether it follows ∇KL(policy‖ref), at least approximately.
     """
 
     note: str
@@ -91,7 +91,7 @@ def _inner(tree: Mapping[str, Any], section: str, name: str, default: Any) -> An
 
 
 def _measured(options: Mapping[str, Any], pairing: Pairing) -> str:
-    """For a pairing without a row: the gradient summed over the vocabulary at synthetic states."""
+    """The expected gradient of a pairing without a row: summed over the vocabulary at synthetic states."""
     import torch
 
     from keel.doctor.expected import measure_term

@@ -1,4 +1,4 @@
-"""How much log-probabilities may differ by rounding, and the effect of precision, mode and dropout on them."""
+"""Rounding tolerances of log-probabilities, and contexts that change precision, mode or dropout."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> 
     gap, rounding = gap.abs().double(), rounding.abs().double()
     if float(gap.mean()) > thresholds["precision_times"] * float(rounding.mean()):
         return False
-    moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # tokens that bfloat16 does not change are not counted
+    moved = (gap > 0.01 * rounding) | (rounding < 1e-6)  # tokens that bfloat16 does not change count as moved
     return float(moved.double().mean()) >= thresholds["precision_moved"]
 
 
@@ -120,7 +120,7 @@ def rounding_explains(gap: Tensor, rounding: Tensor, thresholds: Thresholds) -> 
 
 
 def no_dropout(config: Config) -> Advice:
-    """The option that turns dropout off, if the configuration turns it on; otherwise user code applies it."""
+    """Advice: turn off configured dropout, and keep user code in evaluation mode."""
     return advice.either(
         advice.setting("set {}", advice.without_dropout(config.to_dict())),
         "a loader or scorer of your own must leave model.eval() on",

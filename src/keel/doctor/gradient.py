@@ -88,7 +88,7 @@ def _rounding(setup: KeelSubject) -> float:
 
 
 def _token_weights(setup: KeelSubject) -> Tensor:
-    """`[B, T]`: the inverse size of ∂logp/∂logits (1 − p for the token, −p for others); 0 for untrained tokens."""
+    """`[B, T]`: ± the inverse size of ∂logp/∂logits (1 − p for the token, −p for others); 0 for untrained tokens."""
     tokens, signs = setup.tokens(), Random(0)
     weights = torch.zeros(tokens.shape, device=tokens.device)
     for i, logits in setup.each_logits():
@@ -202,7 +202,7 @@ def wrong_derivatives(
     value: Callable[[], float],
     untrained: Mapping[str, int] = {},
 ) -> list[tuple[str, float, float]]:
-    """Tensors along whose gradient the measured slope of `value` differs, with both slopes.
+    """Tensors whose gradient differs from the measured slope of `value` along it, with both slopes.
 
     The first entry may be all tensors together. Tensors with very small gradients, and zero entries within a tensor,
     are moved along a random direction, since a weight that changes the value must have a gradient. `untrained` lists

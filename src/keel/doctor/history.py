@@ -1,4 +1,4 @@
-"""A run's log as data, under Keel's metric names, whichever trainer wrote it."""
+"""The log of a run of Keel or another trainer, with Keel's metric names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 from keel.doctor.runs import number, option_of
 
 Record = Mapping[str, Any]
-LARGEST = 3.4e38  # the largest fp32 value: larger logged values have overflowed, and their squares would here
+LARGEST = 3.4e38  # the largest fp32 value; larger values come from an overflow, and squaring them would overflow
 MOVING = ("ema", "snapshot", "kl_triggered")  # reference kinds that change during training
 KL_NAMES = ("kl/policy_ref/exact/mean", "kl/policy_ref/k3/mean", "kl/policy_ref/k2/mean", "kl/policy_ref/k1/mean")
 

@@ -54,7 +54,7 @@ class Accuracy:
     def change(self, thresholds: Thresholds) -> str:
         """One of dropped, improved, held, not measured.
 
-        A drop is relative and larger than `retention_drop`. Overlapping intervals count as held.
+        A drop must exceed `retention_drop` times the first accuracy. Overlapping intervals count as held.
         """
         if self.before is None or self.after is None:
             return "not measured"

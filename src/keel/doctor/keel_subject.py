@@ -46,8 +46,8 @@ _NO_REWARD = RewardPart("none", lambda problem, turns: Reward(0.0), trusted=True
 class KeelSubject(Subject):
     """Policy, task, engine and reference as training would build them, and one judged batch.
 
-    `failures` are reward calls that failed. `notes` say what was cut to keep the preflight quick. `turns` are the
-    engine's requests for the batch and its answers.
+    `failures` are reward calls that failed. `notes` are lines for the diagnosis, for example about the warm start.
+    `turns` are the engine's requests for the batch and its answers.
     """
 
     powers: ClassVar[frozenset[Power]] = frozenset(get_args(Power))
@@ -57,10 +57,10 @@ class KeelSubject(Subject):
     batch: StepBatch
     failures: tuple[RewardFailure, ...] = ()
     notes: tuple[str, ...] = ()
-    warmstart_cut: str | None = None  # how much of the warm start was run, if not all of it
+    warmstart_cut: str | None = None  # the completed part of a warm start that was stopped early
     turns: tuple[Turn, ...] = ()
-    shared: dict[str, Any] = field(default_factory=dict)  # measurements of one probe that later ones read
-    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, for measurements that hold for this batch only
+    shared: dict[str, Any] = field(default_factory=dict)  # measurements that later probes reuse
+    of_batch: dict[str, Any] = field(default_factory=dict)  # the same, valid for this batch only
     thresholds: Thresholds = field(default_factory=load_thresholds)
     budget: Budget = field(default_factory=Budget)
     found: set[str] = field(default_factory=set)
@@ -92,7 +92,7 @@ class KeelSubject(Subject):
 
     @property
     def whole(self) -> KeelSubject:
-        """The setup with all that was sampled. Statistics of rewards and lengths are computed on it."""
+        """The setup with the full sample, on which statistics of rewards and lengths are computed."""
         return self if self.cut_from is None else self.cut_from
 
     @property
@@ -107,9 +107,9 @@ class KeelSubject(Subject):
 
     @property
     def loss_length(self) -> int:
-        """`max_completion_length` for the loss, scaled down by the share of the sampled tokens that the batch kept.
+        """`max_completion_length` for the loss, times the mean length of cut completions over that of full ones.
 
-        A sum divided by this constant then gives cut completions the weight of full ones.
+        A loss that divides by this constant then gives cut completions the weight of full ones.
         """
         limit = self.run.rollout.max_completion_length
         if self.cut_from is None:
@@ -137,7 +137,7 @@ class KeelSubject(Subject):
         return self._coefficient("base")
 
     def _coefficient(self, name: str) -> float:
-        """A coefficient from the controller, or the configured β if it is invalid, which another probe reports."""
+        """A coefficient from the controller, or the configured β if it is not a number of at least 0."""
         try:
             value = float(getattr(self.run.controller.init(), name))
         except Exception:  # a user's controller may raise anything
@@ -156,7 +156,7 @@ class KeelSubject(Subject):
         sampling: SamplingParams | None = None,
         judged: bool = False,
     ) -> list[Group]:
-        """Sample the batch's problems, or others, again. Equal steps use equal noise.
+        """Sample the batch's problems again, or sample other problems. Equal steps use equal noise.
 
         Rewards are computed only if `judged`; otherwise they are 0.
         """
@@ -179,7 +179,7 @@ class KeelSubject(Subject):
         sampling = replace(self.sampling, num_generations=samples, stop=())
         requests = [Request(f"text {i}", prompt, max_new=length) for i, prompt in enumerate(prompts)]
         answers: list[list[Completion]] = []
-        with suppress(KeelError):  # an engine may refuse what it makes of a three-token text
+        with suppress(KeelError):  # an engine may refuse prompts of a few random tokens
             answers = self.engine.generate(requests, sampling, seed=self.config.run.seed, attempt=0, step=step)
             self.engine.release()
         decode = self.policy.tokenizer.decode
@@ -320,7 +320,7 @@ def build_subject(
         drawn = built.run.task.sample(problems, seed=config.run.seed, step=0)
         recorder = RecordingEngine(built.run.engine)
         groups = replace(built.collector, engine=recorder, sampling=sampling).collect(drawn)
-        # non-finite weights have no log-probabilities for mismatch weights; a later probe reports them
+        # mismatch weights need finite log-probabilities; a later probe reports non-finite weights
         finite = all(bool(p.isfinite().all()) for p in loaded.model.parameters() if p.is_floating_point())
         batch = pack_step(groups, built.run, stale=config.rollout.max_staleness > 0 and finite)
         on_error.pop_all()
@@ -335,7 +335,7 @@ class _OutOfTime(Exception):
 def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedModel, tuple[str, ...], str | None]:
     """The policy at step 0, after the run's saved warm start or else after a new one with a time limit.
 
-    The last value says how much of the warm start was run, or is None if it was completed.
+    Returns (policy, notes, the completed part of a stopped warm start or None).
     """
     if config.warmstart is None:
         return (*_load(config), None)
@@ -351,7 +351,7 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
         nonlocal done
         done = step
         spent = time.monotonic() - began
-        # estimated total time; a completed warm start is cached for the next call
+        # estimated total time; up to twice the limit the warm start is completed, because its result is cached
         whole = spent / step * start.options.steps
         if spent > limit_s and whole > 2 * limit_s and step < start.options.steps:
             raise _OutOfTime

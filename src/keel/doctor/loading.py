@@ -105,7 +105,7 @@ def changes(model: nn.Module) -> Iterator[tuple[str, str, Settings]]:
 
 
 def adapters(subject: KeelSubject) -> Iterator[Hypothesis]:
-    """The model without its adapter, if the adapter has an effect. A worse adapter may be intended."""
+    """The model without its adapter, if the adapter has an effect."""
     model = subject.policy.model
     if any(bool(p.any()) for name, p in model.named_parameters() if ".lora_B." in name):
         yield _loaded("with the adapter switched off", _STRANGE, partial(_switched_off, model))
@@ -165,7 +165,7 @@ def _switched_off(model: nn.Module) -> Iterator[None]:
     finally:
         for module in adapted:
             module.enable_adapters(True)
-        for parameter, own in trained:  # peft makes the parameters trainable that it enables
+        for parameter, own in trained:  # peft makes parameters trainable when it enables an adapter
             parameter.requires_grad_(own)
 
 
@@ -286,7 +286,7 @@ def measure_loading(subject: KeelSubject) -> Outcome:
 
 
 _CODES = ("model/tokenizer", "model/missing-weights")
-# these explain an answer by its prompt
+# alternative prompts that may explain the same gain
 SIMPLER = ("a part of the template", "the system prompt", "what questions share")
 
 __all__ = ["TABLES", "measure_loading"]

@@ -1,4 +1,4 @@
-"""Measures, their results, and the function that runs them on a subject in order of their dependencies."""
+"""Measures, their results, and the function that runs them on a subject, in the given order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of a measure, its figures, lines to print, and what could not be tested with the reason.
+    """The findings of a measure, its figures, lines to print, and the codes that could not be tested.
 
     `undecided` are tests whose sample was too small for a decision.
     """

@@ -18,7 +18,7 @@ K3 = "kl/policy_ref/k3/mean"
 
 @dataclass(frozen=True)
 class Name:
-    """The Keel name of another trainer's metric: its unit, what it averages over, and the factor to Keel's unit."""
+    """The Keel name of another trainer's metric, its unit, the items averaged over, and the factor to Keel's unit."""
 
     keel: str
     unit: str
@@ -52,7 +52,7 @@ class PeerTrainer:
         return None
 
     def marked(self, names: Iterable[str]) -> int:
-        """How many of the names only this trainer uses."""
+        """The number of these names that only this trainer uses."""
         patterns = [_pattern(marker) for marker in self.markers]
         return sum(any(p.fullmatch(n) or p.fullmatch(n.removeprefix("train/")) for p in patterns) for n in names)
 
@@ -111,7 +111,7 @@ _KEEL = re.compile(rf"^({'|'.join(_METRIC_PREFIXES)})/")
 
 
 def source_of(names: Iterable[str]) -> str | None:
-    """The trainer with the most names of its own among these; None if no trainer has two."""
+    """The trainer with the most marker names among these; None if no trainer has two, or if the names are Keel's."""
     names = list(names)
     marked = {trainer.name: trainer.marked(names) for trainer in TRAINERS.values()}
     best = max(marked, key=lambda name: marked[name])
@@ -119,7 +119,7 @@ def source_of(names: Iterable[str]) -> str | None:
 
 
 def find_name(logged: str, source: str | None = None) -> tuple[int, Name] | None:
-    """Look a name up in the trainer's own table; if that is unknown, take the first exact match, then Keel's."""
+    """Look up a name in the trainer's table. Without a known trainer: an exact match, Keel's name, or a pattern."""
     bare = logged.removeprefix("train/")
     keel = (_LAST, Name(bare, "", "")) if _KEEL.match(bare) else None
     if source in TRAINERS:
@@ -143,7 +143,7 @@ def option_name(dotted: str, source: str) -> str:
 
 
 def keel_options(source: str, args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A trainer's options under their Keel names, as far as they have one: {section: {option: value}}."""
+    """The options of a trainer that have a Keel name, under that name: {section: {option: value}}."""
     options: dict[str, dict[str, Any]] = {}
     for theirs, ours in TRAINERS[source].options.items() if source in TRAINERS else ():
         value = args.get(theirs) if theirs in args else option_of(args, theirs)
@@ -167,9 +167,10 @@ def from_map(name: str) -> str:
 def renamed(
     series: Mapping[str, Series], mapping: Mapping[str, str], source: str | None = None
 ) -> tuple[dict[str, Series], list[str]]:
-    """(series under Keel's names and units, names that no check reads). The first row for a name wins.
+    """(series under Keel's names and units, names that no check reads).
 
-    `mapping` is that of `--map`, {name: column}. Its columns are read under these names only.
+    If several metrics have one Keel name, the first row of names.yaml is used. `mapping` comes from `--map`,
+    {name: column}; its columns get no other name.
     """
     rows = {name: find_name(name, source) for name in series if name not in mapping.values()}
     unused = [name for name, row in rows.items() if row is None]

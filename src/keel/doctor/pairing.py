@@ -33,7 +33,7 @@ Partners = Sequence[int | None]  # for each prompt, the index of the answer that
 
 @dataclass(frozen=True)
 class AlignmentFit:
-    """The arrangement of answers that the model prefers, against the given one, in standard deviations."""
+    """The best arrangement of answers: its association, and that of the given arrangement, in standard deviations."""
 
     which: str
     deviations: float
@@ -44,8 +44,8 @@ class AlignmentFit:
 def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     """Answers that fit the prompt of another row, and not their own prompt.
 
-    Without skill, the model prefers no arrangement, and nothing is reported. Held-out problems are tested if the model
-    knows the answers of training problems.
+    A model that cannot solve the task prefers no arrangement, and nothing is reported. Held-out problems are tested if
+    the training answers fit their own prompts.
     """
     task, seed = setup.run.task, setup.config.run.seed
     if task.prompts_only or task.multi_turn:
@@ -87,7 +87,7 @@ def _best(
     arrangements: Callable[[int], Mapping[str, Partners]],
     thresholds: Thresholds,
 ) -> AlignmentFit | None:
-    """The best arrangement if it is significant over both sides and both orders, else None."""
+    """The best arrangement if it is significant (corrected for shifts, orders, training and held-out problems)."""
     likelihood = likelihoods(setup, problems, gold_texts(setup, problems))
     count = len(likelihood)
     if count < FEWEST:
@@ -152,7 +152,7 @@ def _distinct(pool: Sequence[Problem], most: int = MOST) -> list[Problem]:
 def association(likelihood: Tensor, partners: Partners) -> float:
     """The rank correlation between prompts and their paired answers, in standard deviations of a random pairing.
 
-    The mean of each answer over all prompts is subtracted, and then answers are ranked after each prompt. An extreme
+    The mean of each answer over all prompts is subtracted, and then the answers are ranked for each prompt. An extreme
     likelihood therefore counts as one rank. For m pairs of n the variance of a random pairing is Σ r² m/n² (1 + (m −
     1)/(n − 1)²), with the centred ranks r.
     """
@@ -209,7 +209,7 @@ def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], threshol
     golds = gold_texts(setup, problems)
     longest = LONGER * max(map(len, golds), default=0)
     pairs = (pair for group in setup.groups for pair in zip(group.completions, group.rewards, strict=True))
-    # gold answers may all differ in kind from the model's, such as a place or a letter
+    # the model may answer in another form than the gold answers, such as with letters instead of names
     written = [c.text for c, reward in pairs if reward.parsed and 0 < len(c.text) <= longest]
     texts = list(dict.fromkeys([*golds, *written]))[:MOST_ANSWERS]
     if not 1 < len(set(golds)) <= MOST_ANSWERS or len(texts) < 3 or len(problems) < LEAST_PROMPTS:
@@ -218,7 +218,7 @@ def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], threshol
     if len(likelihood) < LEAST_PROMPTS:
         return
     choice = SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
-    # the model may write other texts or ignore the prompt; this also catches NaN
+    # skip a model that writes other texts or ignores the prompt, and NaN
     if not (choice.mass >= thresholds["answers_mass"] and choice.opinion >= thresholds["answers_opinion"]):
         return
     support = choice.support

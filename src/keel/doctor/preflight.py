@@ -129,14 +129,14 @@ def within_budget(setup: KeelSubject, *, quick: bool = False) -> KeelSubject:
 
 
 def token_budget(setup: KeelSubject, quick: bool) -> float:
-    """Number of tokens that a forward can afford, by the size of the model and its device."""
+    """The largest number of tokens per forward, by the size of the model and its device."""
     size = sum(parameter.numel() for parameter in setup.policy.model.parameters())
     times = (QUICK_SHARE if quick else 1.0) * (1 if setup.policy.device.type == "cpu" else GPU_TIMES)
     return times * PASS_FLOP / (2 * size)
 
 
 def budget_note(setup: KeelSubject, whole: KeelSubject) -> str:
-    """One line that says what was left out."""
+    """A line with the size of the reduced batch."""
     rows, length = len(setup.batch.completions), max(len(c.tokens) for c in setup.batch.completions)
     return (
         f"passes over the model were tried on {rows} of {len(whole.batch.completions)} completions, up to {length} "
@@ -180,9 +180,9 @@ def preflight(
 ) -> Diagnosis:
     """Findings of all measures, worst first. `on_probe(outcome, seconds)` is called after each measure.
 
-    If the sampler is refused when it is built, that is the only finding. A warm start that would take more than twice
-    `warmstart_s` is stopped after `warmstart_s`. Findings that depend on the policy's skill are then notes and decide
-    no hypothesis.
+    If the sampler has another model or stale weights when it is built, that is the only finding. A warm start that
+    would take more than twice `warmstart_s` is stopped after `warmstart_s`. Findings that depend on the policy's skill
+    are then notes and decide no hypothesis.
 
     `quick` skips some measures and reduces the batch of the others.
     """
@@ -226,14 +226,14 @@ def preflight(
 
 
 def _without_samples(config: Config, outcome: Outcome, limits: Thresholds) -> Diagnosis:
-    """The diagnosis if the sampler was refused."""
+    """The diagnosis without a usable sampler."""
     formula = formula_of(config.to_dict())
     hypotheses = judge_suspects(outcome.findings, {}, limits, outcome.unchecked, formula)
     return with_threshold_notes(Diagnosis(outcome.findings, hypotheses, outcome.unchecked), limits)
 
 
 def _softened(finding: Finding, cut: str) -> Finding:
-    """With a cut warm start, turn a finding that depends on skill into a note that says so."""
+    """Turn a finding that depends on skill into a note that names the cut warm start."""
     if not CODES[finding.code].skill:
         return finding
     return replace(finding, severity="note", evidence=f"after {cut}: {finding.evidence}")

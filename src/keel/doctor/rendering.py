@@ -1,4 +1,4 @@
-"""Analyse a chat template: where it puts the user's text, its header of the assistant's turn, and removable parts."""
+"""Analyse a chat template: the place of the user's text, the header of the assistant's turn, removable parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TurnMarks:
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the generation prompt, compared with the template's conversations; None if nothing is."""
+        """The fault of the generation prompt, by comparison with a rendered conversation; None if there is none."""
         if not self.answered or self.answered.startswith(self.assistant):
             return None
         if self.asked.endswith(self.assistant):
@@ -50,7 +50,7 @@ class TurnMarks:
 
     @property
     def doubled(self) -> bool:
-        """Whether the generation prompt contains one header too many, rather than too few."""
+        """Whether the fault is a repeated header of the assistant's turn."""
         return self.fault is not None and self.fault.endswith("twice")
 
 
@@ -119,7 +119,7 @@ def own_template(tokenizer: Any) -> str | None:
 
 
 def template_name(tokenizer: Any) -> str | None:
-    """The value of data.chat_template for the template that `auto` uses. With it, plain texts are rendered as well."""
+    """The data.chat_template value of the template that `auto` uses. If set, it also renders plain-text prompts."""
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, Mapping):
         return "default" if template else None
@@ -153,7 +153,7 @@ def survives(text: str, decoded: str) -> bool:
 
 
 def word_by_word(tokenizer: Any, text: str) -> str:
-    """Encode and decode a text word by word, which drops what the tokenizer cannot represent."""
+    """Encode and decode a text word by word, which drops characters that the tokenizer cannot represent."""
     return " ".join(
         str(tokenizer.decode(tokenizer.encode(word, add_special_tokens=False), skip_special_tokens=False))
         for word in text.split()
@@ -201,13 +201,13 @@ class Frame:
 
     @property
     def messages(self) -> Span:
-        """Start and end of the messages, including what stands between them."""
+        """Start and end of the messages, including the text between them."""
         start, stop = self.before[-1:], self.after[:1]
         return (start[0][1] if start else 0), (stop[0][0] if stop else len(self.tokens))
 
     def parts(self) -> dict[str, Part]:
         """The parts that can be removed, by name. Equal names mean equal parts in all prompts."""
-        # the last segment before the messages opens the user's turn; BOS has a test of its own
+        # the last segment before the messages opens the user's turn; another test covers BOS
         head, tail = [span for span in self.before[:-1] if span != (0, 1)], self.after
         named = [(f"before {i}", span) for i, span in enumerate(head)]
         if len(head) > 1:

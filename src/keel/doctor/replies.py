@@ -23,8 +23,8 @@ from keel.envs.tool_calls import parse_calls
 from keel.envs.toolbox import ToolEpisode
 from keel.rollout.request import StopStrings
 
-# Limits on replays of a user's environment: 80 plays and 10 s in all. Tests of episode endings have their own share
-# (8 plays, and 16 more plays of single turns in 5 s).
+# Limits on replays of a user's environment, in plays and seconds; lower for single turns. Tests of episode endings have
+# separate limits (probes/episodes.py).
 PLAYS, SECONDS = 72, 10.0
 PLAYS_OF_SINGLE_TURNS, SECONDS_OF_SINGLE_TURNS = 40, 5.0
 
@@ -38,7 +38,7 @@ _STATUSES = re.compile(
     rf"(?:(?:http\S*\W+)?(?:{'|'.join(map(str, _PHRASES))})\W+(?:\w+\W+)?(?:{'|'.join(_PHRASES.values())})|{_FAILED})"
     r"(?! ?[\w'’-])"  # the phrase must not start a longer sentence
 )
-# Errors at the start of a reply. A count of errors is a result, as of a linter; so is an empty error field.
+# Errors at the start of a reply. A linter's count of errors and an empty error field are results.
 _ERRORS = re.compile(
     r"(?:(?:an?|the|internal|server|unknown|unexpected|fatal)\s+)*\w*(?:error|exception|failure)s?\b"
     r"(?!\W*(?:null|none|nil|false|0)\b|\W*(?:\"\"|''|\[\]|\{\}))"
@@ -186,7 +186,7 @@ class Replayed:
 
     @property
     def is_result(self) -> bool:
-        """Whether the reply is a tool result. Other replies may be equal for all."""
+        """Whether the reply is a tool result. Other replies may be the same for all calls."""
         called = _RESULT.search(self.again) or _VALUE.fullmatch(self.again)
         return self.of_tool or bool(_ROLES & set(self.roles)) or called is not None
 

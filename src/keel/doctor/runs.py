@@ -252,7 +252,7 @@ class RunReader:
         return is_locked(self.path / rundir.LOCK)
 
     def signature(self) -> tuple[object, ...]:
-        """Path, time and size of each file, to detect changes."""
+        """Inode, modification time and size of each file, to detect changes."""
         return tuple(_stamp(self.path / name) for name in (*_FILES, rundir.ABANDONED))
 
     def read(self, running: bool | None = None) -> RunRecord:

@@ -43,7 +43,7 @@ from keel.doctor.subject import Subject
 from keel.models.head import evaluating
 from keel.trainer.memory import is_out_of_memory
 
-_MISSED = 0.5  # least share of a weight change that scores must miss to count as independent of the weights
+_MISSED = 0.5  # scores that miss more than this share of a weight change count as independent of the weights
 _ROUNDINGS = 2.0  # factor over one rounding error; the mean difference of two roundings is at most this
 
 NAN = torch.nan  # at tokens without an expected score
@@ -146,7 +146,7 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
 
 
 def _swapped(part: str, measured: Callable[[Any], Tensor]) -> Callable[[Any], AbstractContextManager[Any]]:
-    """An experiment that replaces a method by a value that is computed before on the subject itself."""
+    """An experiment that replaces a method by a value computed beforehand on the subject itself."""
 
     def apply(subject: Any) -> AbstractContextManager[Any]:
         value = measured(subject)
@@ -156,7 +156,7 @@ def _swapped(part: str, measured: Callable[[Any], Tensor]) -> Callable[[Any], Ab
 
 
 def _other_rows(subject: Any) -> Tensor:
-    """For each row, the model's own scores of the row that its scores are closest to, over common positions."""
+    """For each row of scores, the nearest row of the model's own scores, compared at common positions."""
     scored, expected = subject.score(), subject.forward_logp()
     written = subject.written
     rows = expected.masked_fill(~written, NAN)
@@ -286,7 +286,7 @@ def _of_other_text(subject: Any) -> Any:
 def _without_gradient(subject: Any) -> Iterator[Any]:
     with torch.no_grad():
         other = _of_other_text(subject)
-        yield other.swapped(score=torch.no_grad()(other.score))  # hypotheses enable gradients
+        yield other.swapped(score=torch.no_grad()(other.score))  # some hypotheses enable gradients
 
 
 # In order of difficulty. The label is part of the evidence.
@@ -299,7 +299,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Any], AbstractContextManager[Any]]], ...]
 
 
 def measure_scoring(subject: Subject) -> Outcome:
-    """Training's log-probabilities must equal those of the model's own forward, in two passes and without padding."""
+    """Training's log-probabilities must be deterministic and equal those of the model's own forward, padded or not."""
     figures: dict[str, float] = {}
     broken = _unsteady(subject, figures)
     if broken is not None:
@@ -385,8 +385,8 @@ def _in_full_precision(subject: Any) -> tuple[bool, list[Verdict]]:
 def _of_gradient(subject: Any, exact: bool) -> list[Verdict]:
     """Findings about the gradient, or unchecked if two more gradients do not fit into memory.
 
-    It is tested as training computes it. 16-bit weights with `exact` scores in fp32 are also tested in fp32, where
-    rounding hides less.
+    The gradient is tested in training's precision. 16-bit weights with `exact` scores in fp32 are also tested in fp32,
+    where rounding errors are smaller.
     """
     if why := subject.lacks("gradient"):
         return [Verdict.unchecked(["scoring/gradient"], why)]
@@ -405,9 +405,9 @@ def _of_gradient(subject: Any, exact: bool) -> list[Verdict]:
 
 
 def _of_changed_weights(subject: Subject) -> Iterator[Verdict]:
-    """Scores must change with the weights. Cached scores would be right for the initial weights only.
+    """Scores must change with the weights. Cached scores are right for the initial weights only.
 
-    Cached scores miss the change of the weights. With 16-bit weights, part of that change is rounded away.
+    They may miss half of the change, because 16-bit weights round part of it away.
     """
     written, before, expected = subject.written, subject.score(), subject.forward_logp()
     with subject.perturbed(seed=2):

@@ -76,7 +76,7 @@ def trend(series: Series) -> Change | None:
     values = np.asarray(series.finite.values)
     if len(values) < LEAST:
         return None
-    from scipy import stats  # a second, which short runs do without
+    from scipy import stats  # the import takes a second, which short runs avoid
 
     _, time = noise(series)
     count = min(BLOCKS, int(len(values) / max(1.0, 1.5 * time)))

@@ -93,7 +93,7 @@ def backup(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def perturbed_weights(weights: Sequence[Tensor], relative: float, seed: int = 0) -> Iterator[None]:
-    """Add seeded noise of `relative` × RMS to each weight, or of size `relative` if it is 0; restore exactly."""
+    """Add seeded noise of `relative` × RMS to each tensor, or of size `relative` if the RMS is 0; restore exactly."""
     originals = backup(weights)
     generators = {weight.device: torch.Generator(weight.device).manual_seed(seed) for weight in weights}
     try:
@@ -113,14 +113,14 @@ def perturbed_weights(weights: Sequence[Tensor], relative: float, seed: int = 0)
 
 Power = Literal["score", "gradient", "sample", "sync", "reference", "loss", "rewards", "golds", "first_update"]
 
-LOOKS = 4  # number of times that a test may look at its growing sample
+LOOKS = 4  # largest number of interim looks of a sequential test
 RELATIVE_NOISE = 0.05
-STRONG_NOISE = 1.0  # a different policy in effect, which a few samples show and which depends on its whole context
+STRONG_NOISE = 1.0  # makes a different policy: visible in a few samples, and dependent on its whole context
 
 
 @dataclass
 class Budget:
-    """The limits on sampling for undecided tests, and what was used.
+    """Limits on sampling for undecided tests, and the amounts used.
 
     `judgements` limits calls of a remote judge. Other judges may be called more often for undecided tests.
     """
@@ -153,12 +153,13 @@ class Budget:
 class Subject(ABC):
     """A policy in training, with the parts around it.
 
-    A subclass lists its powers and implements their methods. A measure that needs a missing power is unchecked.
+    A subclass lists its powers and implements their methods. A measure that needs a missing power is reported as
+    unchecked.
     """
 
     powers: ClassVar[frozenset[Power]] = frozenset()
     engine: Any = None  # the sampler, if it is one of Keel's engines
-    config: Config  # the options under Keel's names, as far as they have one
+    config: Config  # the options that have a name in Keel, under that name
     thresholds: Thresholds
     budget: Budget
     found: set[str]  # codes of errors found by earlier measures

@@ -1,7 +1,7 @@
-"""The suspects in suspects.yaml: each is confirmed, ruled out or not testable here, by a stated figure.
+"""Decide the suspects in suspects.yaml: each is confirmed, ruled out or not testable here.
 
-A finding confirms a suspect. Only a figure on the safe side of its threshold rules one out; the absence of findings
-does not.
+A finding or a figure beyond its threshold confirms a suspect. A figure on the safe side of its threshold rules it out;
+the absence of findings does not. The formula of the KL term, if known, decides the rows with `by_formula`.
 """
 
 from __future__ import annotations
@@ -79,10 +79,7 @@ def judge_suspects(
     unchecked: Iterable[str] = (),
     formula: Formula | None = None,
 ) -> tuple[SuspectVerdict, ...]:
-    """The verdict on every suspect. Notes confirm nothing. `unchecked` are lines `code, code: why`.
-
-    `formula` is that of the configured KL term. If it is known, it decides the rows with `by_formula`.
-    """
+    """The verdict on every suspect. Notes confirm nothing. `unchecked` are lines `code, code: why`."""
     serious = [finding for finding in findings if finding.severity != "note"]
     lines = tuple(unchecked)
     return tuple(
@@ -155,7 +152,7 @@ def _unsafe(rule_out: RuleOut, figures: Mapping[str, float], thresholds: Thresho
 
 
 def _not_checked(row: Suspect, unchecked: Sequence[str]) -> str | None:
-    """The `unchecked` line that leaves a row open: for a code that it needs, or if all of its codes have one."""
+    """The `unchecked` line that leaves a row open: that of a needed code, or any if all codes of the row have one."""
     lines = {code: _line_of(code, unchecked) for code in row.codes}
     needed = [line for code in row.needs if (line := lines[code]) is not None]
     if needed:

@@ -19,18 +19,19 @@ from keel.doctor.subject import STRONG_NOISE, Subject
 
 _SMALL = 0.01  # share of a weight's RMS, the size of an update
 _MISSED = 0.3  # a synced engine misses at most this share of the small change
-_ROUNDED = 0.1  # share of the weight change that a lower-precision type may round away
+_ROUNDED = 0.1  # share of a change of log-probabilities that a lower-precision type may lose to rounding
 _SEEN = 10.0  # factor over the engine's initial error that a change must reach to be visible
 _MOVED = 1e-3  # nats; smaller changes of log-probabilities cannot be tested
-_COPIED = 20.0  # total change in nats above which equal completions are not explained by equal noise
+_COPIED = 20.0  # nats in total; after a larger change, equal noise cannot draw equal completions
 
 
 @dataclass(frozen=True)
 class Synced:
-    """After a sync to perturbed weights: reports are `new` nats from these weights and `old` from the original ones.
+    """Distances of the engine's log-probabilities after a sync to perturbed weights, in nats per token.
 
-    The noise changes log-probabilities by `apart` nats. `ratio` is the mean log-ratio, new over old weights, of the
-    drawn tokens: KL(new‖old) if the new weights drew them, negative if the old ones did.
+    They are `new` nats from the perturbed weights' and `old` nats from the original ones'. The noise changes
+    log-probabilities by `apart` nats. `ratio` is the mean log-ratio, new over old weights, of the drawn tokens:
+    KL(new‖old) if the new weights drew them, negative if the old ones did.
     """
 
     new: float
@@ -41,9 +42,9 @@ class Synced:
 
 
 def measure_sync(subject: Any) -> Outcome:
-    """Perturb the policy, sync, sample: reports and tokens must be those of the new weights; then sync back.
+    """Perturb the policy, sync and sample: the engine's log-probabilities and tokens must be those of the new weights.
 
-    An engine without reports is judged by its tokens alone.
+    An engine that reports no log-probabilities is judged by its tokens. The original weights are then synced back.
     """
     if "sampler/noise" in subject.found:  # the engine repeats earlier answers, whatever its weights
         return Outcome.of("weight sync", [Verdict.unchecked(["sampler/stale"], "the engine repeats itself")])
@@ -80,7 +81,7 @@ def measure_sync(subject: Any) -> Outcome:
 def errors(subject: Subject, drawn: Draws) -> Tensor:
     """Reported minus computed log-probabilities `[N]`, for tokens with a report.
 
-    Uses the best of three temperature and filter settings, since a wrong temperature is another measure's finding.
+    Uses the best of three temperature and filter settings, because another measure reports a wrong temperature.
     """
     scored, plain = drawn.where(~drawn.sample_logp.isnan()), unfiltered(subject.sampling)
     variants = (plain, replace(plain, temperature=1.0), subject.sampling)
@@ -110,12 +111,12 @@ def _tokens(groups: Sequence[Group]) -> list[tuple[int, ...]]:
 def _unfollowed(subject: Any, seen: Synced, before: float, steady: bool) -> str:
     """Evidence that the engine lacks some or all of the new weights; "" if there is none.
 
-    `before` is its error at unchanged weights, and `steady` says that this is rounding. A larger error occurs with any
-    weights and says nothing about the sync.
+    `before` is the engine's error at unchanged weights, and `steady` is whether that error is only rounding. A larger
+    error has another cause and says nothing about the sync.
     """
     limits = subject.thresholds
     decisive = limits["sync_drawn_share"] * seen.apart
-    # a lower-precision type rounds perturbed weights more, which shows only where the policy was not certain
+    # perturbed weights have larger rounding errors in lower precision; a policy that was certain hides them
     narrow = decisive if before > limits["scoring_gap"] else _ROUNDED * seen.apart
     floor = narrow if before > limits["scoring_gap"] or subject.policy.dtype != torch.float32 else 0.0
     lora = " (LoRA included: only the adapter was changed)" if subject.policy.lora is not None else ""
@@ -133,7 +134,7 @@ def _unfollowed(subject: Any, seen: Synced, before: float, steady: bool) -> str:
 
 
 def _small_change(subject: Any) -> str:
-    """Test a change as small as an update on random prompts, because an engine may skip small changes."""
+    """On random prompts, test a change as small as an update, because an engine may skip small changes."""
     step = STRANGE_STEPS[1]
     before = draws(subject, strange_turns(subject, step))
     seen = _synced(subject, _SMALL, 5, lambda: strange_turns(subject, step + 1))

@@ -59,7 +59,7 @@ class Thresholds:
 
 @cache
 def shipped_thresholds() -> Mapping[str, Threshold]:
-    """The default thresholds from thresholds.yaml by name. Those without a value there are the trainer's own limits."""
+    """The default thresholds from thresholds.yaml by name. Rows without a value use the trainer's GuardLimits."""
     rows, limits = load_package_yaml("keel.doctor", "thresholds.yaml"), asdict(GuardLimits())
     values = {name: float(row.pop("value") if "value" in row else limits[name]) for name, row in rows.items()}
     return {name: Threshold(name, values[name], **row) for name, row in rows.items()}
@@ -83,7 +83,7 @@ def thresholds_of(config: Mapping[str, Any], overrides: Mapping[str, Any] | Sequ
 
 
 def check_thresholds(config: Config) -> None:
-    """Raise an error for unknown or non-numeric thresholds in a configuration, or for one that guards set as well."""
+    """Raise an error for unknown or non-numeric thresholds in a configuration, or if `guards` sets another value."""
     given = config.doctor.thresholds.params
     thresholds = load_thresholds(given)
     for name in given.keys() & type(config.guards).model_fields.keys():

@@ -1,4 +1,4 @@
-"""Checks on a run's history: pure functions of what was recorded and the thresholds."""
+"""Checks on a run's history: pure functions of the history and the thresholds."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_history(history: History, thresholds: Thresholds | None = None) -> Dia
 def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked | None]]]) -> tuple[str, ...]:
     """Areas without findings in which at least half of the codes were decided, with the fraction if not all were.
 
-    A check that could not run counts once for each of its codes; a silent one counts once.
+    A check that could not run counts once for each of its codes; a check without results counts once.
     """
     areas: dict[str, list[Finding | Unchecked | None]] = {}
     for area, row in by_check:
@@ -65,7 +65,7 @@ def _sound(by_check: Sequence[tuple[str, Sequence[Finding | Unchecked | None]]])
 
 
 def _concerned(area: str, log: Log) -> bool:
-    """Whether the run has what the area is about: a teacher, tools or several turns."""
+    """Whether the area applies to the run: distillation needs a teacher; episodes need tools, answers or turns."""
     if area == "distillation":
         return log.has_teacher
     return area != "episodes" or any(name.startswith(("answer/", "tool/", "turn/")) for name in log.series)

@@ -189,7 +189,10 @@ class Log(History):
 
     @property
     def same_rewards(self) -> Series | None:
-        """A spread of 0 at steps with exactly equal mean rewards: at all of them, or since the maximum was reached."""
+        """An inferred spread: 0 since the mean reward is exactly constant, 1 before.
+
+        None if the constant part is too short, or below an earlier maximum.
+        """
         rewards = self.get("reward/mean")
         since, count = frozen_since(rewards) if rewards is not None else (0, 0)
         if rewards is None or count < LEAST:

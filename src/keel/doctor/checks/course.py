@@ -24,7 +24,7 @@ FAMILIES = (
 )
 WRITTEN = ("reward/mean", "entropy/mean", "length/mean", "length/truncated_fraction", "parse/ok_fraction")
 REWRITTEN = 0.25  # relative change of a metric; learning changes it by less within a few steps
-LITTLE, TINY = 1e-4, 1e-300  # share of the largest value; smaller values are raised to it before taking the logarithm
+LITTLE, TINY = 1e-4, 1e-300  # smallest values in log space: as a share of the largest value, and absolute
 Jump = tuple[str, Change]
 
 
@@ -36,7 +36,7 @@ def shifts(log: Log) -> dict[int, list[Jump]]:
     at: dict[int, list[Jump]] = {}
     for family in FAMILIES:
         if log.moves_reference and family[0].startswith("kl/policy_ref"):
-            continue  # it falls at every reference update, and the gradient norm with it
+            continue  # the KL falls at every reference update
         name = next((name for name in family if log.get(name) is not None), None)
         for jump in _jumps(name, log.series[name], log.level) if name is not None else ():
             near = next((step for step in at if abs(step - jump.step) <= 1), jump.step)
@@ -60,7 +60,7 @@ def _jumps(name: str, series: Series, chance: float) -> list[Change]:
 
 
 def rewritten(log: Log, step: int, names: Sequence[str] = WRITTEN) -> bool:
-    """Whether one of these metrics changes significantly at that step, so that the policy writes different text."""
+    """Whether the policy writes different text from that step on: one of these metrics changes significantly."""
     shown = (series for name in names if (series := log.get(name)) is not None)
     changes = (change for series in shown if (change := around(series, step, RECENT)) is not None)
     return any(log.clear(c) and abs(c.size) > REWRITTEN * max(abs(c.before), abs(c.after)) for c in changes)

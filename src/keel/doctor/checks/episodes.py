@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "timeout": ("the tool does not return in time", "a faster tool, or a larger timeout_s of tool(…)"),
     "too_many": ("the model makes more calls in a turn than are answered", "a smaller rollout.max_turn_length"),
 }
-# Endings without an answer: what is counted per episode, the cause and the advice.
+# Endings without an answer: the evidence, the cause and the advice.
 ENDS: dict[str, tuple[str, str, str]] = {
     "answer/missing": (
         "episodes without an answer: {mean} an episode over {span}",

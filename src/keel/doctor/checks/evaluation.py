@@ -27,7 +27,7 @@ def _measured_twice(log: Log, *, retention: bool) -> list[Accuracy]:
 
 @check("retention/dropping")
 def retention(log: Log) -> CheckResults:
-    """Accuracy on tasks that are not trained, at the start and later."""
+    """Accuracy on tasks that are not trained is lower than at the start."""
     skills = _measured_twice(log, retention=True)
     if not skills:
         raise not_shown("accuracy on other tasks (eval.tasks) at the start and later")
@@ -97,7 +97,7 @@ def _falling(log: Log, logged: Scores) -> CheckResults:
 
 
 def _rises(log: Log, name: str = "reward/mean") -> str:
-    """A text that says that a metric rises; "" if it does not."""
+    """Evidence that a metric rises; "" if it does not."""
     up = log.course(name)
     return f"rises from {up.before:.3g} to {up.after:.3g}" if up is not None and up.size > 0 else ""
 
@@ -138,7 +138,7 @@ def _stuck(log: Log, logged: Scores) -> CheckResults:
 
 
 def _at_nothing(log: Log, logged: Scores) -> CheckResults:
-    """Scores of 0 at every evaluation although training completions are paid, for all scores or for one reward part."""
+    """Scores of 0 at every evaluation although training completions earn rewards: all scores, or one reward part."""
     from scipy.special import bdtr
 
     rewards, highest, mostly = log.get("reward/mean"), log.get("reward/max"), log.limits["mostly_paid"]
@@ -182,7 +182,7 @@ def _at_nothing(log: Log, logged: Scores) -> CheckResults:
 
 
 def _completions(log: Log, scores: Series) -> int:
-    """The least number of completions per evaluation: recorded, by run time, or the smallest that fits the scores."""
+    """The least number of completions per evaluation: recorded, from run time, or the smallest that fits the scores."""
     counts = [count for record in log.evaluations if (count := finite(record.get("n"))) is not None]
     seconds, rate = log.get("other/eval_runtime"), log.get("other/eval_samples_per_second")
     count = min(counts) if counts else seconds.mean * rate.mean if seconds is not None and rate is not None else 0.0

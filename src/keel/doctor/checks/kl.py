@@ -17,7 +17,7 @@ from keel.doctor.shapes import median, negative, swings, trend
 
 DROPS = ("model.dropout", "model.lora.dropout")
 NEVER_NEGATIVE = ("keel", "TRL", "NeMo-RL")  # trainers whose metric named k3 is the nonnegative estimator
-LEAST_HELD = 20  # steps at an unusually large β after which a flat reward need not be proven
+LEAST_HELD = 20  # enough steps for kl/too-strong at a very large β; otherwise `steps_to_judge` are needed
 DR_GRPO = "Dr. GRPO 2503.20783"  # as in keel.kl.facts.PAPERS, which would load torch
 
 # ------------------------------------------------------------------------ its size and sign
@@ -56,7 +56,7 @@ def at_start(log: Log) -> CheckResults:
 
 
 def _updated_within(log: Log) -> bool:
-    """Whether the first step has several updates, or may have, as far as the log shows."""
+    """Whether the first step made several updates, or may have made several."""
     names = ("kl/old_policy/k1/mean", "kl/old_policy/k3/mean", "ratio/clip_fraction", "ratio/clip_high_fraction")
     first = [series.finite.values[0] for name in names if (series := log.get(name)) is not None]
     several = any((log.figure(name) or 1) > 1 for name in ("loss.num_iterations", "optim.minibatches"))
@@ -295,7 +295,7 @@ def pairing(log: Log) -> CheckResults:
 
 @check("kl/controller")
 def controller(log: Log) -> CheckResults:
-    """A logged β outside any useful range."""
+    """A logged β that oscillates together with the KL, is negative, or is far too large."""
     betas, swing = log.need("kl/beta", "β"), log.limits["controller_swing"]
     turns = swings(betas, swing)
     first, (step, largest), lowest = betas.finite.values[0], betas.top(), min(betas.finite.values)

@@ -24,8 +24,8 @@ from keel.doctor.shapes import LEAST, frozen_since, median, swings
 FROZEN = {"entropy/mean": "the entropy", "grad/norm": "the gradient norm", "loss/total": "the loss"}
 CLIPPED = ("ratio/clip_fraction", "ratio/clip_low_fraction", "ratio/clip_high_fraction")
 WITHIN = ("kl/old_policy/k3/mean", "kl/old_policy/k1/mean")  # KL(old‖policy) between a batch's first and last update
-RESTARTS = 5  # one resume of a schedule with warm-up and decay makes four
-UNLIKE = 10  # factor over the policy's own KL; twice the distance is four times the KL
+RESTARTS = 5  # a schedule with warm-up and decay that is resumed once makes four swings
+UNLIKE = 10  # factor over the KL to the reference; KL grows with the square of the distance
 RATE, NORM = "optim/learning_rate", "grad/norm"
 
 
@@ -35,7 +35,7 @@ def _within_batch(log: Log) -> Series | None:
 
 @check("optim/lr-too-high")
 def lr_too_high(log: Log) -> CheckResults:
-    """KL of single updates, until the learning rate first reaches its peak."""
+    """A large KL within a batch, or of single updates until shortly after the learning rate first peaks."""
     within, limit = _within_batch(log), log.limits["kl_per_update"]
     if within is not None and within.head(RECENT).mean > limit and not unlike(log):
         yield _too_high(log, f"KL(old‖policy) within a batch is {within.head(RECENT).mean:.3g} nats per token")
@@ -137,7 +137,7 @@ def no_update(log: Log) -> CheckResults:
 
 
 def _unchanged(log: Log) -> str | None:
-    """A text that says that all weights are unchanged after updates, by the fingerprints in the log."""
+    """Evidence that no weight changed during training, by the fingerprints in the log; None if there is none."""
     recorded = [event for event in log.events if event.get("kind") == "weights"]
     skipped = log.get("guard/skipped")
     if not recorded or log.steps < 1 or (skipped is not None and skipped.mean == 1):
@@ -148,7 +148,7 @@ def _unchanged(log: Log) -> str | None:
 
 
 def _held_back(log: Log) -> str | None:
-    """A text that says what makes updates tiny: strong gradient clipping, or a learning rate far below any recipe's."""
+    """The reason for tiny updates, as text: strong gradient clipping, or a learning rate far below any recipe's."""
     norms, factors, rates = (log.get(n) for n in (NORM, "grad/clip_factor", RATE))
     limit = log.figure("optim.max_grad_norm")
     left = median(factors) if factors is not None else 1.0
@@ -170,7 +170,7 @@ def _nothing_learned(log: Log) -> bool:
 
 
 def _standstill(log: Log) -> tuple[str | None, int]:
-    """Evidence that the policy does not change, and since which step: no KL, or a metric that is exactly constant.
+    """Evidence that the policy does not change, and the first such step: no KL, or a metric that is exactly constant.
 
     A KL to a moving reference is no evidence.
     """

@@ -95,7 +95,7 @@ def truncated(log: Log) -> CheckResults:
 
 
 def _all_as_long(log: Log, limit: float | None) -> str:
-    """A text that says that all recent completions have the limit's length, or one equal length; "" otherwise."""
+    """Evidence that all recent completions have the limit's length, or one equal length; "" otherwise."""
     length, longest = log.get("length/mean"), log.get("length/max")
     if length is None:
         return ""
@@ -152,7 +152,7 @@ def unparseable(log: Log) -> CheckResults:
 
 
 def _stays_unreadable(series: Series, log: Log) -> str:
-    """A text that says that most completions are unparseable and the share does not improve; "" otherwise.
+    """Evidence that most completions are unparseable and the share does not improve; "" otherwise.
 
     While a format is learned, the share rises. The upper confidence bound of the gain decides.
     """
@@ -193,7 +193,7 @@ def longer(log: Log) -> CheckResults:
 
 
 def _growth(series: Series, least: float, log: Log) -> str:
-    """A text with the length at first and now, if it has grown significantly and by more than `least`; "" otherwise."""
+    """Evidence that the length has grown significantly and by more than the factor `least`; "" otherwise."""
     first, now, change = series.finite.head(RECENT), series.finite.tail(RECENT), trend(series)
     if (change is not None and not log.clear(change)) or not now.mean > least * first.mean:
         return ""
@@ -201,7 +201,7 @@ def _growth(series: Series, least: float, log: Log) -> str:
 
 
 def _into_limit(log: Log) -> str:
-    """A text with the share at the length limit, if it rises significantly to a majority; "" otherwise."""
+    """Evidence that the share at the length limit rises significantly to a majority; "" otherwise."""
     change, most = log.course("length/truncated_fraction"), log.limits["truncated_completions"]
     if change is None or not change.before < most / 2 < most < change.after:
         return ""
@@ -305,11 +305,11 @@ def collapse(log: Log) -> CheckResults:
     low = log.limits["entropy_rise_least" if log.clear(course(series)) else "entropy_collapse"]
     gone = now.mean < min(low, log.limits["entropy_collapse_share"] * first)
     above = series.finite.where(lambda value: value >= low)
-    since = log.since(max(above)) if above else log  # gains before the collapse do not count as gains after it
+    since = log.since(max(above)) if above else log  # gains before the collapse do not count
     judged = since if (left := since.get("reward/mean")) is not None and len(left.finite) >= LEAST else log
     if not gone or log.solved or judged.rose:
         return
-    # loss types that accept DAPO's upper limit
+    # loss types that accept DAPO's upper clip limit
     clips = log.option("loss.loss_type") in ("grpo", "dr_grpo", "dapo", "bnpo")
     wider = clips and (log.figure("loss.epsilon_high") or 0.0) < 0.28
     yield finding(

@@ -87,10 +87,10 @@ def replaced(log: Log) -> CheckResults:
         return
     least = max(log.limits["kl_at_start"], (6 if name.endswith("k1") else 3) * jitter(series))
     drops = _drops(log, series.finite, 5, least)
-    short = _drops(log, series.finite, 2, least)  # drops with periods of a few values; noise may fall to 0 once
+    short = _drops(log, series.finite, 2, least)  # also finds drops every few values; a single one may be noise
     often = [drop for drop in short if drop[2] <= log.limits["kl_at_start"]]
     drops = often if len(often) >= max(3, len(drops)) else drops
-    # in the other cases the policy moved back by itself or because β grew
+    # otherwise the policy changed its text, or a growing β pulled it back
     drops = [drop for drop in drops if not rewritten(log, drop[0]) and not _pulled_back(log, *drop[:2])]
     if drops:
         step, usual, after = drops[0]
@@ -133,7 +133,7 @@ EXACT = {"kl.estimator": "exact", "kl.placement": "loss", "kl.gradient": "auto",
 
 @check("teacher/far", area="distillation")
 def far(log: Log) -> CheckResults:
-    """The probability of the student's tokens under the teacher before the first update, and the shared mass."""
+    """Before any update, the student's tokens are improbable under the teacher, or both share little probability."""
     if not log.has_teacher:
         return
     name, series = log.need_kl

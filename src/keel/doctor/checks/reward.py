@@ -152,7 +152,7 @@ def _trained(log: Log) -> list[Record]:
 
 @check("reward/constant")
 def constant(log: Log) -> CheckResults:
-    """Groups without spread."""
+    """Groups whose rewards are all equal."""
     share, limit, reward = log.equal_groups, log.limits["zero_variance_groups"], log.get("reward/mean")
     if share is None:
         raise not_shown("the share of groups without spread")
@@ -185,7 +185,7 @@ def constant(log: Log) -> CheckResults:
 
 @check("advantage/amplified")
 def amplified(log: Log) -> CheckResults:
-    """1 / (std of the groups with spread), if advantages are divided by it."""
+    """Advantages amplified by a large 1 / (std of the groups with spread), if they are divided by it."""
     if (log.option("loss.scale_rewards") or log.option("loss.loss_type")) in NO_SCALE:
         return
     spread, silent = log.get("reward/within_group_std"), log.get("reward/zero_variance_fraction")
@@ -294,7 +294,7 @@ def part_falling(log: Log) -> CheckResults:
 
 @check("reward/scale")
 def scale(log: Log) -> CheckResults:
-    """Advantages whose scale is far from 1: the policy term then outweighs every term with a fixed coefficient."""
+    """Advantages far larger than 1: the policy term then outweighs every term with a fixed coefficient."""
     if log.beta == 0:
         return
     known = advantage_size(log)

@@ -31,7 +31,7 @@ class _Gap:
     error: float
 
 
-# The name, unit and conversion to KL of each gap metric. Probabilities have limits of their own.
+# The name, unit and conversion to KL of each gap metric. Probabilities have other limits.
 GAPS: dict[str, tuple[str, str, Callable[[float], float]]] = {
     "kl/sampler_policy/k3/mean": (KL, " nats per token", abs),
     # log-probability gaps are heavy-tailed: for a Laplace distribution the mean square is twice the squared mean
@@ -50,7 +50,7 @@ GAPS: dict[str, tuple[str, str, Callable[[float], float]]] = {
 
 
 def _largest_gap(log: Log) -> _Gap | None:
-    """The recorded gap that exceeds its limit most. Overflowing values become the largest number."""
+    """The recorded gap that exceeds its limit most. Overflowing values become LARGEST."""
     gaps = [
         _Gap(
             name,

@@ -171,7 +171,7 @@ def printed_rows(lines: Iterable[str]) -> list[Row]:
         if named >= 2 or (named and any(name.lower() in _STEPS for name in row)):
             rows.append(row)
     steps = [row for row in rows if any(name.lower() in _STEPS for name in row)]
-    return steps or rows  # lines without a step stand between those with one
+    return steps or rows  # if some lines have a step, the others belong to no step
 
 
 def _pairs(text: str) -> Row:

@@ -23,7 +23,7 @@ def is_keel_run(path: Path) -> bool:
 
 
 def read_keel_run(path: Path) -> History:
-    """The history of a run. Of steps that were repeated after a rollback, the last attempt is used."""
+    """The history of a run. If a rollback repeated a step, the last attempt is used."""
     return history_of(read_run(path))
 
 
@@ -50,7 +50,7 @@ def history_of(run: RunRecord) -> History:
 
 
 def _last_attempt(lines: Iterable[Record]) -> tuple[list[Record], int]:
-    """(the lines of the final attempt, the number of others). A repeated step replaces all later lines."""
+    """(the lines of the final attempt, the number of others). A repeated step removes the lines from that step on."""
     current: list[Record] = []
     dropped = 0
     for line in lines:
@@ -103,7 +103,7 @@ def state_files(path: Path) -> list[Path]:
 
 
 def read_trl(path: Path) -> History:
-    """The longest log history. `path` may also be a file `trainer_state.json`."""
+    """The log history of the state with the most steps. `path` may also be a file `trainer_state.json`."""
     paths = [path] if path.is_file() else state_files(path)
     states = [(file, _state(file)) for file in paths]
     file, state = max(states, key=lambda pair: _step(pair[1]), default=(path, {}))
@@ -173,8 +173,8 @@ def _number(path: Path) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-# Read the options in `training_args.bin`, a zip with a pickle. Unpickling normally calls functions that the file names.
-# Here every name becomes an inert stub, so the result is the plain state of the outer object.
+# Read the options in `training_args.bin`, a zip with a pickle. Unpickling normally calls functions named in the file.
+# Here every name becomes a stub that does nothing, so the result is the plain state of the outer object.
 
 
 class _Stub:
