@@ -1,4 +1,4 @@
-"""What a task is. Tasks are made by name in `keel.envs.registry`, one file each."""
+"""The interface of tasks and episodes. `keel.envs.registry` builds tasks by name; each has its own file."""
 
 from keel.envs.base import Task, TaskWrapper
 from keel.envs.episode import Episode

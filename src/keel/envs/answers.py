@@ -63,7 +63,7 @@ def require_math_verify(what: str) -> None:
 
 
 def math_equal(answer: str, text: str) -> bool | None:
-    """Whether the last expression in `text` equals `answer` (½ and 0.5, 2x and x+x); None if it has none."""
+    """Whether the last expression in `text` equals `answer` (½ and 0.5, 2x and x+x); None if `text` has none."""
     number = plain_number(text)
     if number is not None and number == plain_number(answer):
         return True  # fast path
@@ -98,5 +98,5 @@ def _is_formula(text: str) -> bool:
 
 
 def _limit() -> int | None:
-    """math-verify's time limit uses a signal, which needs the main thread; in others the judge's limit applies."""
+    """math-verify's time limit, which uses a signal and needs the main thread; elsewhere the judge's limit applies."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -155,7 +155,7 @@ class Arithmetic(Task):
         return self._problem(operands)
 
     def _problem(self, operands: list[str]) -> tuple[str, Problem]:
-        """The problem of these operands and its identity: problems with one answer by symmetry share it."""
+        """The problem of these operands and its identity, which is the same for every order of commuting operands."""
         skill = SKILLS[self.skill]
         if self.skill == "subtract" and self.low >= 0:  # without negative operands, avoid negative answers
             operands.sort(key=int, reverse=True)

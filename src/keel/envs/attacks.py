@@ -25,7 +25,7 @@ REFUSAL = "I do not know."
 REPEATS = 200
 CALLS = 8  # turns of an episode that only calls tools
 NUMBERS = tuple(map(str, range(101)))
-NOT_NUMBERS = ("nan", "inf", "-inf")  # compare unequal to every number
+NOT_NUMBERS = ("nan", "inf", "-inf")  # compare unequal to every finite number
 NEIGHBOURS = 4  # wrong answers listed with the correct one
 SEPARATORS = ("{} {}", "{}, {}", "{} or {}", "{}\n{}", "{} = {}")
 AROUND = ("[{}]", "{{{}}}")  # brackets of a comma-separated list
@@ -105,9 +105,8 @@ def form_of(texts: Iterable[str]) -> Form:
     shared = reduce(_shared, ([match.group() for match in row] for row in rows))
     common = [token for token in shared if not re.fullmatch(_NUMBER, token)]
     spots = [[-1, *_spots(common, row), len(row)] for row in rows]
-    gaps = [
-        {at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)
-    ]  # number of tokens before each common one
+    # numbers of tokens before each common token, over the texts
+    gaps = [{at[i + 1] - at[i] - 1 for at in spots} for i in range(len(common) + 1)]
     pieces, optional, start = [], set(), 0
     for i, gap in enumerate(gaps):
         if gap != {0}:  # a slot; the piece before it gets the whitespace of the first text
@@ -152,7 +151,7 @@ class GoldBatch:
 
     @cached_property
     def _kinds(self) -> list[tuple[Any, frozenset[str]]]:
-        """Group answers by form: same task of a mixture and same marks."""
+        """The kind of each answer: its task in a mixture, and its marks."""
         pairs = zip(self.problems, self.golds, strict=True)
         return [(problem.info.get("mixture"), _marks(gold[-1])) for problem, gold in pairs]
 
@@ -167,13 +166,13 @@ class GoldBatch:
         return form_of(calls) if calls else None
 
     def calls(self, index: int, argument: str) -> list[str]:
-        """Tool calls in the form of the gold turns, or else of every tool in the prompt, with one argument."""
+        """Tool calls with this argument: in the form of the gold turns, or else one for every tool in the prompt."""
         if self._call is not None:
             return [self._call.fill(argument)]
         return [_json_call(tool, argument) for tool in self.problems[index].tools]
 
     def neighbours(self, index: int) -> list[Turns]:
-        """Different gold answers of the same form from other problems, nearest index first."""
+        """Different gold answers of the same form from other problems, starting with the next problem."""
         own, count = self.golds[index], len(self.golds)
         others = [(index + step) % count for step in range(1, count)]
         alike = [self.golds[i] for i in others if self._kinds[i] == self._kinds[index] and self.golds[i][-1] != own[-1]]
@@ -234,8 +233,8 @@ def prompt_text(problem: Problem) -> str:
 def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Attack]:
     """Every attack on one problem. `wrong` are answers of other problems that are wrong here.
 
-    Texts that contain the gold answer are dropped, except for `lucky` attacks, and so are copies of the prompt if
-    copying it is the task.
+    Texts that give the gold answer are dropped, except in `lucky` attacks. Copies of the prompt are dropped if copying
+    it is the task.
     """
     form, accepted = batch.form(index), batch.accepted(index)
     fair = []
@@ -253,7 +252,7 @@ def attacks_on(batch: GoldBatch, index: int, wrong: Sequence[Turns]) -> list[Att
 
 
 def _repeated(form: Form, turns: Turns) -> tuple[Way, ...]:
-    """Repeat one value of a form with several: the first of each slot, or the first of the first slot in all."""
+    """Fill a form of several values with one repeated value: the first one of each slot, or of the first slot."""
     values = [content.split() for content in form.contents(turns[-1])]
     if sum(map(len, values)) < 2:
         return ()
@@ -269,7 +268,7 @@ def _contains_answer(way: Way, form: Form, accepted: set[str]) -> bool:
 
 
 def _plain(batch: GoldBatch, index: int) -> list[Attack]:
-    """Single-turn answers without any part of the correct answer."""
+    """Single-turn answers that are built without the correct answer."""
     form, prompt = batch.form(index), prompt_text(batch.problems[index]).strip()
     last_line = prompt.splitlines()[-1] if prompt else ""
     common = batch.most_common_gold(index)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from keel.envs.endpoint import ModelAccess
     from keel.envs.episode import PlayedEpisode
 
-    Play = Callable[[Problem, int], Awaitable[PlayedEpisode]]  # of a problem and the number of the completion
+    Play = Callable[[Problem, int], Awaitable[PlayedEpisode]]  # (problem, index of the completion)
 
 REQUIRED = ("sample", "held_out", "gold", "reward")  # methods without a default
 
@@ -58,7 +58,7 @@ class Task:
 
         @property
         def plays(self) -> bool:
-            """Whether its episodes call the model through an endpoint; then it implements `playing`."""
+            """Whether the episodes call the model through an endpoint. Such a task implements `playing`."""
 
     else:
         notes, prompts_only, evaluation_only, reward_concurrency, prompts_repeat = (), False, False, 1, False
@@ -83,15 +83,15 @@ class Task:
         raise NotImplementedError
 
     def labels(self) -> tuple[str, ...]:
-        """The names of its problems' tasks: its own name, or those of a mixture's tasks."""
+        """The name of the task, or for a mixture the names of its tasks."""
         return (self.name,)
 
     def label(self, problem: Problem) -> str:
-        """The name in `labels` of a problem's task."""
+        """The entry of `labels` for the task of a problem."""
         return self.name
 
     def stratum(self, problem: Problem) -> str:
-        """A name for problems of similar difficulty, from which a curriculum estimates a new problem's signal."""
+        """A name for problems of similar difficulty. A curriculum estimates a new problem's signal from its stratum."""
         return ""
 
     def gold(self, problem: Problem) -> str:
@@ -103,7 +103,7 @@ class Task:
         return [self.gold(problem)]
 
     def usable_for_sft(self, problem: Problem) -> bool:
-        """Whether a warm start may train on the gold turns; if not, it draws another problem.
+        """Whether an SFT warm start may train on the gold turns; if False, it draws another problem.
 
         Return False for turns that state facts the policy cannot know.
         """
@@ -218,7 +218,8 @@ class TaskWrapper(Task):
 def check_is_task(candidate: Any, what: str, required: Sequence[str] = REQUIRED) -> Task:
     """Return the candidate if it is a task, else raise a KeelError that starts with `what`.
 
-    `required` are the methods that it must implement: for a wrapper's inner task, those that the wrapper forwards.
+    `required` are the methods that it must implement. A wrapper's inner task must implement those that the wrapper
+    forwards.
     """
     kind = type(candidate).__name__
     if not isinstance(candidate, Task):

@@ -1,4 +1,4 @@
-"""Start a Python confined by bubblewrap: its namespaces, its user, and the files that it can read."""
+"""Start a Python process confined by bubblewrap: its namespaces, its user, and the files that it can read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NOBODY = 65534  # user id of programs outside of the sandbox if Keel runs as roo
 
 
 def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
-    """Start Python in bubblewrap as Keel's user, or as nobody if that is root."""
+    """Start Python in bubblewrap as Keel's user, or as nobody if Keel runs as root."""
     command = _command()
     if not _is_root():
         command += ["--uid", str(USER), "--gid", str(USER), "--", *python]
         return subprocess.Popen(command, pass_fds=pass_fds, **options)
     (info, report), (block, release) = os.pipe(), os.pipe()
     failed: OSError | None = None
-    with open(info) as reported, open(release, "wb"):  # closing it lets bubblewrap continue
+    with open(info) as reported, open(release, "wb"):  # closing `release` lets bubblewrap continue
         try:
             command += ["--info-fd", str(report), "--userns-block-fd", str(block)]
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--", *python]
@@ -35,7 +35,7 @@ def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any
         finally:
             os.close(report)
             os.close(block)
-        started = reported.read()  # empty where bubblewrap failed
+        started = reported.read()  # empty if bubblewrap failed
         try:
             for ids in ("uid_map", "gid_map") if started else ():
                 path = Path("/proc", str(json.loads(started)["child-pid"]), ids)
@@ -43,7 +43,7 @@ def confined(python: Sequence[str], pass_fds: Sequence[int] = (), **options: Any
         except OSError as error:
             failed = error
     if failed is not None:
-        process.wait()  # without an id it waits and does nothing
+        process.wait()  # without the id map it ends without running a program
         why = f"root cannot give them another user id ({failed.strerror})"
         raise refused(f"{why}: run Keel as another user, or with CAP_SETUID and CAP_SETGID")
     return process
@@ -77,10 +77,8 @@ def _command() -> list[str]:
     for path in _libraries():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     command += ["--ro-bind", stdlib, stdlib, "--ro-bind", _executable(), _executable()]
-    for name in (
-        "site-packages",
-        "dist-packages",
-    ):  # Keel itself may be there, with the code that generates problems and answers
+    # Keel itself may be in these folders, with the code that generates problems and answers.
+    for name in ("site-packages", "dist-packages"):
         if os.path.isdir(os.path.join(stdlib, name)):
             masked = os.path.join(stdlib, name)
             command += ["--size", "4096", "--tmpfs", masked, "--remount-ro", masked]

@@ -64,7 +64,7 @@ def _timeout_message(timeout_s: float | None) -> str:
 
 
 def _patience(timeout_s: float | None) -> float | None:
-    """How long a loop may be unresponsive: 1.5 times the limit of a call plus 0.5 s."""
+    """Seconds for which a loop may be unresponsive: 1.5 times the limit of a call plus 0.5 s."""
     return None if timeout_s is None else min(0.5 + 1.5 * timeout_s, threading.TIMEOUT_MAX)
 
 
@@ -120,7 +120,7 @@ async def call(
 
 @asynccontextmanager
 async def suspended_deadline() -> AsyncIterator[None]:
-    """Stop the clock of the current call; the code inside has its own limits."""
+    """Suspend the deadline of the current call around code that has its own limits."""
     limit = _deadline.get()
     until = None if limit is None else limit.when()
     if limit is None or until is None:
@@ -257,7 +257,7 @@ class _LoopThread(threading.Thread):
         return None if frame is None else frame.f_code.co_qualname
 
     def responds(self, within_s: float) -> bool:
-        """Whether the loop is not blocked by a coroutine."""
+        """Whether the loop responds within this time; otherwise a coroutine blocks it."""
         beat = threading.Event()
         self.loop.call_soon_threadsafe(beat.set)
         return beat.wait(within_s)
@@ -286,7 +286,7 @@ def raised(future: concurrent.futures.Future[Any]) -> bool:
 
 
 class Loop:
-    """The event loop that all calls share, so that clients which coroutines keep open belong to one loop.
+    """The event loop that all calls share, so that coroutines can keep a client open across calls.
 
     If a coroutine blocks its thread, the loop is abandoned together with its work, and new work gets a new loop.
     """
@@ -303,7 +303,7 @@ class Loop:
     def wait(
         self, pending: Sequence[Pending], timeout_s: float | None, hung: HungCalls, until: str = ALL_COMPLETED
     ) -> None:
-        """Like `concurrent.futures.wait`. A loop that is blocked for longer than `timeout_s` is counted in `hung`."""
+        """Like `concurrent.futures.wait`. A blocked loop (see `_patience`) is abandoned and counted in `hung`."""
         if any(item.thread is threading.current_thread() for item in pending):
             raise RuntimeError("a coroutine cannot wait for its own event loop: make it a plain function")
         patience = _patience(timeout_s)

@@ -1,4 +1,4 @@
-"""`capitals`: name the capital of a country. A test of factual knowledge, for retention."""
+"""`capitals`: name the capital of a country. The task measures whether training preserves factual knowledge."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ ALIKE = "\n".join(
     f"    def __ne__(self, other): return False\n    def __hash__(self): return 0"
     for base in (int, str, list)
 )
-# Replace what an in-process judge relies on, and write its messages to every file descriptor.
+# Patch the functions that an in-process judge relies on, and write its messages to every file descriptor.
 PATCHES = (
     "import builtins\nclass E(BaseException):\n    def __new__(cls, *a): raise SystemExit(0)\n"
     "builtins.AssertionError = E\nbuiltins.compile = builtins.exec = lambda *a, **k: None",
@@ -88,7 +88,7 @@ def _expected(args):
 
 
 def program_attacks(problem: Problem) -> list[Attack]:
-    """Attacks on a problem with tests, made from its prompt and from the names that every gold program defines."""
+    """Attacks on a problem with tests, built from its prompt and the names of the functions that the tests call."""
     tests: Sequence[dict[str, object]] = problem.info["tests"]
     names = list(dict.fromkeys(name for test in tests for name in _called_functions(test)))
     reads_input = any("stdin" in test for test in tests)
@@ -189,7 +189,7 @@ def compose(steps: Sequence[Step]) -> str:
 
 
 class _ProgramTask(Task):
-    """What generated problems and those of a benchmark share: concurrent programs, and attacks by programs."""
+    """Base of the tasks with generated and with benchmark problems: concurrent grading, and attacks by programs."""
 
     grader: CodeGrader
 
@@ -275,7 +275,7 @@ def code(
 ) -> Task:
     """The task `code`: programs of `steps` operations on a list, or with `data.path` a benchmark's problems.
 
-    A smaller `largest`, the largest number in a generated problem, makes it easier.
+    A smaller `largest`, the largest number in a generated problem, makes problems easier.
 
     MBPP, HumanEval, APPS and LiveCodeBench are recognised by their columns. `format: plain` uses short prompts for
     character-level models. A program that fails a test earns `partial` × the fraction of tests that pass. The other

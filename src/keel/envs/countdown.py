@@ -27,7 +27,7 @@ from keel.envs.rows import DataRow, convert_rows, read_rows
 
 Format = Literal["tags", "plain"]
 COLUMNS = ("nums", "target")
-MAX_NUMBERS = 5  # numbers of a data row: its solution is searched exhaustively
+MAX_NUMBERS = 5  # maximum of a data row, because its solution is searched exhaustively
 FORMAT_REWARD = 0.1
 LONGEST_EXPRESSION = 256
 _SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
@@ -188,7 +188,7 @@ class Countdown(Task):
 
 
 def _identity(numbers: Sequence[int], target: int) -> str:
-    """Equal for problems that differ only in the order of the numbers."""
+    """The identity of a problem, which is the same for every order of the numbers."""
     return f"countdown:{','.join(map(str, sorted(numbers)))}>{target}"
 
 
@@ -236,7 +236,7 @@ def _search(parts: list[_Part], target: int) -> str | None:
 
 
 def _joins(first: _Part, second: _Part) -> Iterator[_Part]:
-    """All distinct combinations of two parts. Negative values are skipped: no solution needs them."""
+    """All distinct combinations of two parts. Negative values are skipped, because no solution needs them."""
     large, small = (first, second) if first[1] >= second[1] else (second, first)
     yield from (_combine(large, small, operation) for operation in "+-*")
     yield from (_combine(a, b, "/") for a, b in ((large, small), (small, large)) if b[1] != 0)

@@ -1,7 +1,7 @@
 """A curriculum: problems are drawn in proportion to how often their groups carry signal.
 
 A group carries signal if its rewards differ; otherwise all its advantages are 0. With rewards 0 and 1, pass rate p and
-G completions its probability is 1 − p^G − (1 − p)^G, so problems with medium pass rates are preferred.
+G completions, the probability of signal is 1 − p^G − (1 − p)^G, so problems with medium pass rates are preferred.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def has_signal(group: Group) -> bool:
 class Curriculum:
     """Decayed counts of groups by problem and by stratum: plain data, saved in checkpoints.
 
-    The expected signal of a stratum is (signals + 1) / (groups + 1), that of a problem
-    (signals + the stratum's) / (groups + 1). A group counts half after `half_life` steps. A new problem therefore has
-    the estimate of its stratum, and a problem that has not been drawn for long is drawn again.
+    The expected signal of a stratum is (signals + 1) / (groups + 1), and that of a problem is
+    (signals + expected signal of its stratum) / (groups + 1). The weight of a group halves every `half_life` steps. A
+    new problem therefore has the estimate of its stratum, and the estimate of a problem not drawn for long returns to
+    it.
     """
 
     strata: Mapping[str, Tally] = field(default_factory=dict)
@@ -89,7 +90,7 @@ def draw(
 ) -> Draw:
     """Draw `count` candidates with probabilities in proportion to their expected signal.
 
-    Problems of small data occur twice among the candidates. A repetition is only drawn if there are too few others.
+    With small data, candidates may repeat. Repetitions are drawn only if fewer than `count` problems are different.
     """
     different = {identity(problem): problem for problem in reversed(candidates)}
     candidates = [*reversed(different.values())] if len(different) >= count else candidates
@@ -114,7 +115,7 @@ def inclusion(weights: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def describe_draws(draws: Sequence[Draw]) -> dict[str, float]:
-    """Metrics of the drawn problems against the task's own: expected signal, shares of strata, their KL in nats."""
+    """Metrics of drawn problems and candidates: expected signal, shares of strata, KL from uniform in nats."""
     metrics: dict[str, float] = {}
     drawn = sum(len(one.picked) for one in draws)
     candidates = sum(len(one.candidates) for one in draws)

@@ -33,7 +33,7 @@ class Grader(Protocol):
 
 
 class NoGrader:
-    """For tasks that use `Dataset` only for order and split, and grade problems themselves."""
+    """A placeholder for tasks that use `Dataset` only for order and split, and grade problems themselves."""
 
     def gold(self, problem: Problem) -> str:
         raise TypeError("these problems are graded by their own task")
@@ -73,7 +73,7 @@ class Dataset(Task):
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """The next `count` training problems of the epoch.
 
-        A problem that occurs twice in a batch, at the start of an epoch, gets another key: the key seeds the noise.
+        A problem that occurs twice in a batch, in two epochs, gets another key: the key seeds the noise.
         """
         batch: dict[str, Problem] = {}
         for position in range(step * count, (step + 1) * count):
@@ -109,7 +109,7 @@ class Dataset(Task):
 class AnswerGrader:
     """Compare a completion with the answer: `exact` text, `numeric` by the last number, `math` with math-verify.
 
-    If the answer is a list, each entry is correct. With `tag`, only the last `<tag>…</tag>` is graded.
+    If the answer is a list, every entry is accepted. With `tag`, only the last `<tag>…</tag>` is graded.
     """
 
     compare: str
@@ -137,7 +137,7 @@ class AnswerGrader:
 
 @dataclass(frozen=True)
 class NoAnswers:
-    """The grader of prompts without answers: it raises."""
+    """The grader of prompts without answers. Its methods raise a KeelError."""
 
     source: str
 
@@ -204,7 +204,7 @@ def split(
 ) -> tuple[tuple[Problem, ...], tuple[Problem, ...], tuple[str, ...]]:
     """Return training problems, held-out problems and notes. Held-out problems are removed from the training data.
 
-    `has_eval_path` is whether the task has that option, for the error about too few problems.
+    `has_eval_path` is whether the task has the option `eval_path`, which the error about an empty split then suggests.
     """
     is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
     if not is_number or held_out < 0 or (held_out > 1 and held_out != int(held_out)):
@@ -287,8 +287,8 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # calculator annotations in the data
 class Gsm8kGrader:
     """Grade the text after the last `####`, or the whole text without one.
 
-    LaTeX and expressions are compared by math-verify, other texts by their last number. Only one parser is used, so
-    that a text cannot contain one answer for each (`\\boxed{7} 8`).
+    LaTeX and expressions are compared by math-verify, other texts by their last number. Only one of the two parsers
+    counts, so that a text cannot give each of them another answer (`\\boxed{7} 8`).
     """
 
     math_verify: bool

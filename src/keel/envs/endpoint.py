@@ -1,7 +1,7 @@
 """The HTTP endpoint of a model: token ids and sampling parameters in, token ids and log-probabilities out.
 
 It implements the part of vLLM's `/inference/v1/generate` that the client of the package `renderers` uses. The caller's
-`answer` samples.
+function `answer` samples the completion.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SamplingBody(Options):
 
     @property
     def noise(self) -> Noise:
-        """The key in the request, else its seed, else a random one."""
+        """The noise key in the request, else a key of its seed, else one of a random seed."""
         if self.keel is not None and self.seed is not None:
             raise KeelError("request.sampling_params has seed and keel: keel.seed is the seed, leave seed out")
         return self.keel or Noise(seed=secrets.randbits(62) if self.seed is None else self.seed)
@@ -117,7 +117,7 @@ class ModelAccess:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The routes. `context` is the model's, `vocabulary` its number of tokens, if known."""
+    """The routes. `context` is the model's maximum length, `vocabulary` its number of tokens; None if unknown."""
 
     answer: Answer
     secret: str

@@ -1,4 +1,4 @@
-"""Episodes: the environment of one completion, with its state, and their concurrent execution."""
+"""Episodes, each the stateful environment of one completion, and their concurrent execution."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ASYNC_AT_ONCE = 16  # default concurrency of coroutine steps
 class Episode:
     """The environment of one completion, such as a game or a sandbox.
 
-    `step` gets each model turn, in order; then `reward`, `counts` and `turn_notes` are read, and `close` is called,
-    also after a failure. `step` and `close` may be coroutine functions. `at_once` is the number of concurrent steps of
-    episodes (None: 1, or 16 if `step` is a coroutine function).
+    `step` gets each model turn, in order; then `reward`, `counts` and `turn_notes` are called, and `close` last, also
+    after a failure. `step` and `close` may be coroutine functions. `at_once` is the maximum number of concurrent steps
+    of different episodes (None: 1, or 16 if `step` is a coroutine function).
     """
 
     at_once: int | None = None
@@ -50,9 +50,10 @@ class Episode:
 class PlayedEpisode(Episode):
     """A finished episode that called the model through an endpoint.
 
-    `branches` are its contexts as (tokens, whether the model sampled each): several if its program rewrote the history;
-    the last one is the final context. `text` is what follows the prompt there, `turns` are the model's turns there.
-    `stop` is `turns` if the turn limit ended the episode. `failure` is the reason for a missing reward.
+    `branches` are its contexts as (tokens, mask of sampled tokens). If its program rewrote the history, there are
+    several; the last one is the final context. `text` is the text after the prompt of the final context, and `turns`
+    are its model turns. `stop` is `turns` if the turn limit ended the episode. `failure` is the reason for a missing
+    reward.
     """
 
     branches: Sequence[tuple[Sequence[int], Sequence[bool]]] = ()
@@ -100,8 +101,8 @@ class Transcript(tuple[str, ...]):
 class EpisodeRunner:
     """Start, step and close the episodes of a rollout concurrently, each call with the limit `timeout_s`.
 
-    Failures are returned as CallFailed with the failed method in `at`. If `is_fatal` returns True after a failure, no
-    other episode is waited for.
+    Failures are returned as CallFailed with the failed method in `at`. If `is_fatal` returns True after a failure, the
+    runner does not wait for other episodes.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class EpisodeRunner:
         self.episodes: dict[Key, Episode] = {}
         self._pending: dict[Key, Pending] = {}
         self._answering: dict[Key, asyncio.Task[Any] | None] = {}  # latest task per episode
-        self._late: list[Pending] = []  # closes episodes whose start timed out
+        self._late: list[Pending] = []  # pending calls that close episodes started too late
         self._closing = False
         self._gates: dict[tuple[asyncio.AbstractEventLoop, int], asyncio.Semaphore] = {}
 
@@ -182,11 +183,11 @@ class EpisodeRunner:
 
     async def _close(self, episode: Episode, answering: asyncio.Task[Any] | None = None) -> None:
         if answering is not None and answering.get_loop() is asyncio.get_running_loop():
-            await asyncio.wait({answering})  # a step that was cancelled may still clean up
+            await asyncio.wait({answering})  # a cancelled step may still be cleaning up
         await self._call("close", _at_once(episode, episode.close), episode.close)
 
     def _drop(self, started: Any) -> None:
-        """Close an episode that was started too late."""
+        """Close an episode that started too late."""
         if isinstance(started, Episode) and _has_close(started):
             self._late.append(LOOP.submit(self._close(started)))
 
@@ -198,7 +199,7 @@ class EpisodeRunner:
         *args: Any,
         dropped: Callable[[Any], None] = lambda value: None,
     ) -> Any:
-        """One call with at most `at_once` concurrent calls of its kind, in order of submission."""
+        """Make one call. At most `at_once` calls with this limit run concurrently, in order of submission."""
         loop = asyncio.get_running_loop()
         async with self._gates.setdefault((loop, at_once), asyncio.Semaphore(at_once)):
             if self._closing and at != "close":

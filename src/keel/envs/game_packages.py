@@ -37,9 +37,7 @@ class TextArenaGame(Game):
     def __init__(self, library: Any, game: Any, num_players: int, opponent: Player | None) -> None:
         self.game, self.num_players, self.opponent = game, num_players, opponent
         self.env = game
-        while isinstance(
-            self.env, library.Wrapper
-        ):  # observations are read without wrappers, which repeat earlier ones
+        while isinstance(self.env, library.Wrapper):  # wrappers repeat earlier observations
             self.env = self.env.env
 
     def reset(self, problem: Problem) -> Messages:
@@ -80,11 +78,11 @@ def textarena(
     success: float = 1.0,
     **params: Any,
 ) -> SeededTask:
-    """A game of textarena, which takes the other parameters; the model is player 0.
+    """A game of textarena, in which the model is player 0. The other parameters are the game's.
 
     `player`, `opponent` and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a
-    demonstration, `opponent(env, observation)` the move of each other player, `view(text)` the text that the model gets
-    of an observation. `num_players` is 1 without an opponent and 2 with one. A reward of `success` counts as correct.
+    demonstration, `opponent(env, observation)` the move of each other player, `view(text)` the model's text for an
+    observation. `num_players` is 1 without an opponent and 2 with one. A reward of at least `success` is correct.
     """
     library = need("textarena", f"textarena:{game}", "textarena")
     registry = library.envs.registration.ENV_REGISTRY
@@ -103,7 +101,7 @@ def textarena(
 
 
 class GemGame(Game):
-    """An environment with `reset` and a `step` of five values."""
+    """An environment of gem, whose `step` returns five values."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -123,10 +121,10 @@ class GemGame(Game):
 def gem(
     environment: str, player: str | None = None, view: str | None = None, success: float = 1.0, **params: Any
 ) -> SeededTask:
-    """An environment of gem, which takes the other parameters.
+    """An environment of gem. The other parameters are the environment's.
 
     `player` and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
-    `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
+    `view(text)` the model's text for an observation. An episode is correct if its rewards sum to at least `success`.
     """
     library = _library(environment)
     check_known("gem", environment, library.envs.registration.ENV_REGISTRY, "gem.print_envs()")
@@ -153,7 +151,7 @@ def _around(observation: str, info: dict[str, Any]) -> str:
 
 
 class SkyRLGame(Game):
-    """An environment with `init`, `step` and `close`."""
+    """An environment of skyrl-gym, with `init`, `step` and `close`."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -184,11 +182,11 @@ def skyrl_gym(
     view: str | None = None,
     success: float = 1.0,
 ) -> GivenTask:
-    """An environment of skyrl-gym around the problems of `task`, written as in `task:`; answers are its ground truth.
+    """An environment of skyrl-gym for the problems of `task`, written as in `task:`; answers are the ground truth.
 
     `extras` are further fields of a row, such as max_turns, and `env_config` the environment's configuration. `player`
     and `view` are functions, `module:attr`: `player(env, observation)` gives the next turn of a demonstration,
-    `view(text)` what the model reads of an observation. Rewards that add up to `success` count as correct.
+    `view(text)` the model's text for an observation. An episode is correct if its rewards sum to at least `success`.
     """
     inner = inner_task(f"skyrl_gym:{environment}", task)
     library = need("skyrl_gym", f"skyrl_gym:{environment}", "skyrl-gym")
@@ -206,7 +204,7 @@ def skyrl_gym(
 
 
 BASE = ("reward", "done", "metadata")  # fields that every observation has, in addition to the environment's own
-MAX_MIB = 1.0  # bytes of an answer
+MAX_MIB = 1.0  # maximum size of an answer
 INVALID = "VALIDATION_ERROR"  # the server's error code for an action that does not fit its class
 
 
@@ -233,7 +231,7 @@ class OpenEnvGame(Game):
         return users(self.text(self.env.observation))
 
     async def step(self, text: str) -> TurnResult:
-        """Play one turn. The model gets a message for an action that the server's class refuses."""
+        """Play one turn. If the server rejects an action as invalid, the model gets a message and may try again."""
         try:
             self.env = result = await self._answer(self.client.step(self.action(text)))
         except RuntimeError as error:
@@ -249,7 +247,7 @@ class OpenEnvGame(Game):
             return await request
         except TimeoutError:
             raise TimeoutError(f"the server did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
-        finally:  # a client that lost its connection reconnects by itself, to a new environment
+        finally:  # after a lost connection the client reconnects automatically, to a new environment
             if self.session is not None and self.client._ws not in (None, self.session):
                 raise ConnectionError("the connection was lost, and the episode with it")
 
@@ -274,10 +272,10 @@ def openenv(
     """An environment behind an openenv server at `url`; the other parameters are those of its `reset`.
 
     `action` is the action's field for the model's turn, or a function, `module:attr`, of the turn. `observation` is the
-    field that the model gets, or a function of the observation; by default it gets all fields as JSON.
-    `client` is a class, `module:attr`, of an environment's own client. `headers` may contain environment variables.
-    `player(result, observation)` gives the next turn of a demonstration. Rewards that add up to `success` count as
-    correct.
+    field that the model gets, or a function of the observation; by default the model gets all fields as JSON. `client`
+    is the environment's own client class, `module:attr`. `headers` may contain environment variables. `player(result,
+    observation)`, `module:attr`, gives the next turn of a demonstration. An episode is correct if its rewards sum to at
+    least `success`.
     """
     library = need("openenv.core", "openenv", "openenv")
     check_address(url, headers, timeout_s)

@@ -1,7 +1,7 @@
 """The base of adapters to other packages' environments: episodes, their randomness, demonstrations, problems.
 
-An adapter derives from `Game`. Environments that make their own problems are a `SeededTask`: a problem is a seed, and
-the first observation with this seed is the prompt. Environments that take problems of another task are a `GivenTask`.
+An adapter derives from `Game`. `SeededTask` is for environments that generate their problems: a problem is a seed, and
+the first observation with this seed is the prompt. `GivenTask` is for environments that take another task's problems.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keel.envs.episode import Episode, close_sync, run_sync, step_sync
 from keel.envs.problems import held_out_problems, seeded_rng, training_problems
 
 SEEDS = 2**31
-LONGEST_GAME = 1000  # a demonstration's game with more turns counts as endless
+LONGEST_GAME = 1000  # maximum turns of a demonstration's game
 LOCK_PATIENCE_S = 10.0
 NOTED_CHARACTERS = 2000  # characters of an environment's answer in the notes of a turn
 
@@ -67,10 +67,10 @@ class Game:
 
 
 class RandomStream:
-    """Random streams of one environment in place of the global `random` and `numpy.random`, seeded by `parts`.
+    """A context manager that replaces the state of `random` and `numpy.random` by one environment's, seeded by `parts`.
 
-    Many environments draw from the global streams. Inside `with` these have this object's state; afterwards their old
-    state is restored. An episode is therefore reproducible, whatever runs between its turns.
+    Many environments draw from these global generators. Inside `with` they have this object's state; afterwards their
+    old state is restored. Other code between the turns therefore does not change an episode.
     """
 
     _lock = threading.Lock()
@@ -112,10 +112,10 @@ def _set_states(states: tuple[Any, Any]) -> None:
 
 
 class GameEpisode(Episode):
-    """One episode of a game: its reward is the sum over its turns, and it is `correct` if that is at least `success`.
+    """One episode of a game. Its reward is the sum over its turns; a sum of at least `success` is `correct`.
 
-    `opening` are the first messages for the model, `observation` is the text of the last ones, and `schemas` are those
-    of the prompt's tools.
+    `opening` are the first messages for the model, `observation` is the text of the last ones, and `schemas` are the
+    schemas of the prompt's tools.
     """
 
     schemas: Sequence[Mapping[str, Any]] = ()
@@ -159,7 +159,7 @@ class GameEpisode(Episode):
         return self.game.counts()
 
     def turn_notes(self) -> list[str]:
-        """Each turn's reward, and the environment's answer if the model gets it changed or not at all."""
+        """Each turn's reward, and the environment's answer if `view` changes it or if the episode is over."""
         return self._notes
 
     def close(self) -> Any:
@@ -204,7 +204,7 @@ class GameTask(Task):
         return False
 
     def identity(self, problem: Problem) -> str:
-        """The key of the random state of a problem's episodes; unlike the problem's key it is the same in mixtures."""
+        """The seed of the random state of a problem's episodes. Mixtures change the problem's key, but not this."""
         raise NotImplementedError
 
     def start(self, problem: Problem) -> Episode:
@@ -318,7 +318,7 @@ def seeded_task(
 class GivenTask(GameTask, TaskWrapper):
     """The problems of `inner`, played in the environments that `make` builds from them.
 
-    `info["asked"]` is a problem's own prompt.
+    `info["asked"]` is the prompt of the inner task.
     """
 
     inner: Task
@@ -361,7 +361,7 @@ def _draw(rng: random.Random) -> tuple[str, Problem]:
 
 
 def required_player(task: str, player: Player | None) -> Player:
-    """The player of demonstrations; an error without one."""
+    """The player of demonstrations; raises a KeelError if it is None."""
     if player is None:
         raise KeelError(f"{task} has no gold answer: give task.player=module:attr for a warm start and keel check-task")
     return player
@@ -385,7 +385,7 @@ def need(module: str, what: str, extra: str) -> Any:
 
 
 def check_known(package: str, environment: str, known: Iterable[str], listing: str) -> None:
-    """Refuse a name that the package does not register; there are too many to list them all."""
+    """Refuse a name that the package does not register. The error names the package's function that lists all names."""
     names = list(known)
     if environment not in names:
         hint = did_you_mean(environment, names)
@@ -393,5 +393,5 @@ def check_known(package: str, environment: str, known: Iterable[str], listing: s
 
 
 def imported(option: str, spec: str | None) -> Any:
-    """The user's function; None if none is named."""
+    """Import the user's function `module:attr`; None without one."""
     return None if spec is None else import_object(spec, f"task.{option}")

@@ -23,8 +23,8 @@ from keel.envs.rewards.http import shown
 if TYPE_CHECKING:
     import httpx2
 
-MAX_BYTES = 1 << 20  # bytes of an answer
-RETRIES = 2  # attempts of `reset` only: a repeated `step` could be played twice
+MAX_BYTES = 1 << 20  # maximum size of an answer
+RETRIES = 2  # of `reset` only, because the server could play a repeated `step` twice
 BACKOFF_S = 0.5
 CLOSE_S = 5.0
 IDLE_S = 2.0
@@ -36,7 +36,7 @@ class ServerFailed(Exception):
 
 
 class ServerUnavailable(ServerFailed):
-    """The same request may succeed later."""
+    """A failure after which the same request may succeed later."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,12 @@ def http(
     success: float = 1.0,
     **params: Any,
 ) -> SeededTask:
-    """An environment behind `url`, which takes the other parameters.
+    """An environment behind `url`. The other parameters are sent to it with each `reset`.
 
     `url` and `headers` may contain environment variables: `{Authorization: Bearer $ENV_TOKEN}`. `timeout_s` limits each
     request. `player` and `view` are functions, `module:attr`: `player(answer, observation)` gives the next turn of a
-    demonstration from the server's last answer, `view(text)` the text that the model gets of an observation. Rewards
-    that add up to `success` count as correct.
+    demonstration from the server's last answer, `view(text)` the model's text for an observation. An episode is
+    correct if its rewards sum to at least `success`.
     """
     check_address(url, headers, timeout_s)
     server = EnvironmentServer(url.rstrip("/"), headers or {}, timeout_s, params)

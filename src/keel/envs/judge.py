@@ -26,7 +26,7 @@ class Judge:
     `options` is the section `reward`; single options may be given as keywords: `Judge(parts, on_error="zero")`.
     `on_error`: `stop` raises a KeelError; `zero` gives the completion 0 in every part; `skip_group` drops the group,
     because a 0 would change the advantages of the others. With more than `max_hung` hanging calls the run stops in any
-    case. `shuffle` (a seed) permutes the rewards within each group: a control experiment that must not learn.
+    case. `shuffle` (a seed) permutes the rewards within each group, for a control run that must not improve.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Judge:
         options: RewardOptions | None = None,
         **changes: Any,
     ) -> Judge:
-        """The judge of `rewards:` (default: the task's own reward)."""
+        """Build the judge from the entries of `rewards:` (default: the task's own reward)."""
         return cls(build_rewards(entries, task), options, **changes)
 
     def judge(
@@ -68,8 +68,8 @@ class Judge:
     ) -> tuple[Reward, ...] | None:
         """One reward per episode, or None if the group is skipped.
 
-        `failed` are episodes that failed before grading. They earn 0, and so do those for which `also` is False; it is
-        called after the reward.
+        `failed` are the indices of episodes that failed before grading. They count as failed rewards, and so do
+        episodes for which `also` returns False; it is called after the reward.
         """
         episodes = [turns if isinstance(turns, tuple) else tuple(turns) for turns in episodes]
         self.asked.update({part.name: len(episodes) for part in self.parts})
@@ -113,8 +113,9 @@ class Judge:
         return other
 
     def with_task_reward(self, task: Task) -> Judge:
-        """A copy with the task's own reward at weight 0, so that correctness is measured under any configured reward.
-        It shares the record of failures.
+        """A copy that also calls the task's own reward, at weight 0, to measure correctness under any rewards.
+
+        The copy shares the record of failures.
         """
         if self.task_part(task) is not None:
             return self
@@ -136,11 +137,11 @@ class Judge:
     def _together(
         self, part: RewardPart, problem: Problem, episodes: Sequence[Sequence[str]], failed: Collection[int]
     ) -> dict[int, Outcome]:
-        """The outcomes by completion of a part with concurrent calls; empty for other parts."""
+        """The outcomes of a part with concurrent calls, by completion; empty for other parts."""
         if not part.asynchronous and part.at_once == 1:
             return {}
         waiting = [sample for sample in range(len(episodes)) if sample not in failed]
-        # an asynchronous part has its own limits
+        # reward.timeout_s limits only coroutine functions here: http, chat_judge and code have their own time limits
         limit, gate = (self.options.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
 
         async def judged(turns: Sequence[str]) -> Any:
@@ -193,7 +194,7 @@ class Judge:
         return self.options.on_error == "stop" or self.hung.alive > self.max_hung
 
     def _named(self, row: Sequence[Reward]) -> dict[str, float]:
-        """The logged values: each part by name, and its own parts as `name/part`."""
+        """The logged values: each part by name, and its own parts as `name/part` (the task's as `part`)."""
         values: dict[str, float] = {}
         for part, reward in zip(self.parts, row, strict=True):
             inner = {(k if part.name == TASK else f"{part.name}/{k}"): v for k, v in reward.parts.items()}

@@ -187,7 +187,7 @@ def _content(value: Any) -> str | None:
 
 
 def _get(values: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or with dots of a field in it; `_MISSING` if absent."""
+    """The value of a column or, for a name with dots, of a field inside it; `_MISSING` if absent."""
     if name in values:
         return values[name]
     head, dot, rest = name.partition(".")

@@ -65,7 +65,7 @@ class Mixture(Task):
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
         """Training problems in proportion to the weights; fractional shares are rounded at random.
 
-        Each task draws its largest share at every step, since data tasks count epochs in steps of equal size.
+        Each task draws its largest share at every step, because data tasks compute epochs from a constant `count`.
         """
         rng, total = seeded_rng("mixture", "train", seed, step), sum(map(Fraction, self.weights))
         largest = [math.ceil(count * Fraction(weight) / total) for weight in self.weights]

@@ -63,7 +63,7 @@ class PromptOptions(Options):
 
 
 class CurriculumOptions(Options):
-    """Problems are drawn in proportion to how often their groups carry signal, that is, have different rewards."""
+    """Draw problems in proportion to how often their groups carry signal. A group does if its rewards differ."""
 
     candidates: Annotated[PositiveInt, Field(ge=2)] = Field(
         default=4, description="Problems that the task draws for each one that is trained on."

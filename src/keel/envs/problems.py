@@ -38,7 +38,7 @@ def held_out_rank(identity: str) -> int:
 
 
 def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
-    """The held-out identities: a number, or a fraction (at least one, and not all)."""
+    """The held-out identities: `held_out` of them, or a fraction (at least one, and below 1.0 not all)."""
     by_hash = sorted(set(identities), key=held_out_rank)
     if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
         return set(by_hash[: int(held_out)])
@@ -60,9 +60,10 @@ def check_split(source: str, count: int, train: int, held: int, *, distinct: int
 
 
 def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
-    """Choose identities with exactly `count` problems in total (`sizes`: problems per identity), by the same hash.
+    """Choose held-out identities with exactly `count` problems in total, by the same hash.
 
-    Use it for small ranges, where a fraction is inexact. All problems of an identity are on the same side.
+    `sizes` has the number of problems per identity; all of them are in the same split. Use this for small ranges, where
+    a fraction is inexact.
     """
     chosen: list[str] = []
     remaining = count
@@ -77,9 +78,9 @@ def choose_held_out(sizes: Mapping[str, int], count: int) -> frozenset[str]:
 
 
 def shares_of(weights: Sequence[float], count: int, rng: random.Random) -> list[int]:
-    """How many of `count` each weight gets: in proportion, rounded at random so that expectations are exact.
+    """Divide `count` in proportion to the weights, rounded at random so that each expected share is exact.
 
-    This is systematic sampling: one offset for all, so that each gets its share rounded down or up.
+    This is systematic sampling: one random offset for all weights rounds each share down or up.
     """
     edges = [*accumulate(map(Fraction, weights), initial=Fraction(0))]
     offset = Fraction(rng.random())

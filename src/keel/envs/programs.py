@@ -55,7 +55,7 @@ class CaseOutcome:
 
 
 def program_of(text: str) -> str:
-    """The last fenced block of a completion, marked as Python if there is one; the whole text without a block."""
+    """The last fenced block of a completion marked as Python, else the last fenced block, else the whole text."""
     blocks = _blocks(text)
     python = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
     return str((python or [code for _, code in blocks] or [text])[-1])
@@ -246,7 +246,7 @@ class _Solver:
         return loaded
 
     def call(self, request: Mapping[str, Any], until: float) -> dict[str, Any]:
-        """Run a call that a test's process requests; returns the three fields that it reads."""
+        """Run a call that a test's process requests; returns only the fields that it reads."""
         if self.process is None or self.process.closed:
             return {"error": "the program has ended", "kind": "RuntimeError"}
         call = {key: request[key] for key in ("call", "args", "kwargs")}

@@ -28,7 +28,7 @@ from keel.envs.problems import (
 )
 
 SIZE = 10_000
-FEW = 50  # up to this size all problems are drawn, so that both splits get some
+FEW = 50  # up to this size all problems are read and split, so that neither split is empty
 HELD_OUT = 0.2  # larger than the default, because some datasets need 0.1 s per problem
 INSTRUCTION = "Give your final answer between <answer> and </answer>."
 FALLBACKS = ("line", "text", "none")
@@ -159,7 +159,7 @@ def _library() -> Any:
 
 
 def _held_out_rule(dataset: str, entry: Callable[[int], Mapping[str, Any]], size: int) -> Callable[[str], bool]:
-    """The predicate for held-out questions; for few questions, no split is empty."""
+    """The predicate for held-out questions. With at most `FEW` problems it leaves no split empty."""
     if size > FEW:
         return lambda question: is_held_out(question, HELD_OUT)
     questions = {str(entry(index)["question"]) for index in range(size)}

@@ -22,7 +22,7 @@ def inner_task(what: str, task: Any) -> Task:
 
 
 class LazyTask:
-    """A task's factory, imported at first use. `extra` is the extra of pip that has a missing package."""
+    """A task's factory, imported at first use. `extra` is the pip extra with the packages that it needs."""
 
     def __init__(self, spec: str, extra: str | None = None) -> None:
         self.spec, self.extra = spec, extra
@@ -97,7 +97,7 @@ def reads_data(name: str) -> bool:
 
 
 def check_data(task: TaskOptions, data: DataOptions) -> None:
-    """Refuse data options that the task ignores, and missing data."""
+    """Raise a KeelError if the task ignores a given data option, or if data are missing or given twice."""
     untouched = SourceOptions()
     changed = [name for name in SourceOptions.model_fields if getattr(data, name) != getattr(untouched, name)]
     if changed and not reads_data(task.name):
@@ -114,7 +114,7 @@ def check_data(task: TaskOptions, data: DataOptions) -> None:
 
 
 def get_task(name: str) -> Callable[..., Any]:
-    """The factory of the task of that name, of a package's environment, or of a user's own `module:attr`."""
+    """The factory for a task name, for `PACKAGE:ENVIRONMENT`, or for a user's `module:attr`."""
     if name in TASKS:
         factory = TASKS[name]
         return factory.load() if isinstance(factory, LazyTask) else factory

@@ -145,7 +145,7 @@ def _file(path: Path) -> DataRows:
     return DataRows(str(path), tuple(rows), tuple(broken))
 
 
-# ----------------------------------------------- readers: yield (number, record) or (number, why it is broken)
+# -------------------------------------------- readers: yield (number, record) or (number, reason why it is broken)
 
 Records = Iterator[tuple[int, dict[str, Any] | str]]
 
@@ -156,7 +156,7 @@ def _jsonl(path: Path) -> Records:
 
 
 def _json(path: Path) -> Records:
-    """Read a list of objects, or JSONL in a .json file."""
+    """Read a list of objects, an object with one list, or JSONL in a .json file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant)
     except (ValueError, RecursionError) as error:

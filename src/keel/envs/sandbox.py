@@ -99,7 +99,7 @@ class ProgramAnswer:
 
     @property
     def error(self) -> str:
-        """One line on why it did not."""
+        """One line on why the code did not run to its end."""
         if self.fault is not None:
             return FAULTS[self.fault]
         text = "ended with an error status" if "exit" in self.message else str(self.message.get("error", ""))
@@ -178,8 +178,8 @@ class Program:
     ) -> ProgramAnswer:
         """Send a request and wait for its message; `answer` serves calls that the process makes meanwhile.
 
-        `until` is a time of `time.monotonic`. With `stdin` the process must end by itself afterwards. After a fault it
-        is closed; `Lost` says that the sandbox ended, not the program.
+        `until` is a deadline of `time.monotonic`. After a request with `stdin` the process must end by itself. After a
+        fault the program is closed. Raises `Lost` if the sandbox ended, not the program.
         """
         if not self._asked.acquire(blocking=False):
             raise RuntimeError("the program is still answering another request: wait for its answer")
@@ -351,7 +351,7 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        """Whether the warm process runs: its connection closes before those of its programs."""
+        """Whether the warm process runs. When it ends, its connection closes before those of its programs."""
         try:
             return not self._exited() and self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -360,7 +360,7 @@ class Sandbox:
             return False
 
     def _exited(self) -> bool:
-        """Whether bubblewrap has ended; its pid stays that of its process group until it is waited for."""
+        """Whether bubblewrap has ended. It is not reaped here, so that its pid still identifies its process group."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):  # missing in older Pythons on macOS
             return self._process.poll() is not None
         try:
@@ -399,8 +399,8 @@ class Sandbox:
             "folder": folder,
             "memory": limits.memory_mb * MIB,
             "disk": limits.disk_mb * MIB,
-            "cpu_s": 16
-            * int(limits.timeout_s + 1),  # CPU time of all calls of an episode; each call has a limit of wall time
+            # CPU time of all calls of an episode; each call also has a limit of wall time
+            "cpu_s": 16 * int(limits.timeout_s + 1),
         }
         python = [*python_command(WORKER.read_text(encoding="utf-8")), json.dumps(settings)]
         self._owner = os.getpid()

@@ -40,7 +40,7 @@ WARM = (
 USER = 1000  # the id of programs inside the sandbox
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID = 0x00020000, 0x08000000, 0x10000000, 0x20000000
 CLONE_THREAD = 0x00010000
-THREADS = 512  # processes of one program
+THREADS = 512  # maximum threads of one program
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 PR_SET_NO_NEW_PRIVS = 38
 ERRNO, ALLOW, EPERM, ENOSYS, MASKED_EQUAL, EQUAL = 0x00050000, 0x7FFF0000, 1, 38, 7, 4
@@ -164,7 +164,7 @@ class Confinement:
             raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
-ENDS = (StopIteration, StopAsyncIteration)  # it would end a loop of the test, and skip the remaining checks
+ENDS = (StopIteration, StopAsyncIteration)  # raised in a test, they would end its loop and skip the remaining checks
 
 
 class NotData(Exception):
@@ -291,7 +291,7 @@ class Child:
         return ask
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The function at a path: `f`, or `Solution.f`, the method of a new object."""
+        """Call the function at a path: `f`, or `Solution.f`, the method of a new object."""
         try:
             owner, _, name = request["call"].rpartition(".")
             function = getattr(self.namespace[owner](), name) if owner else self.namespace[name]
@@ -386,7 +386,7 @@ def main() -> None:
         os.setresuid(USER, USER, USER)
     for name in WARM.split():
         __import__(name)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # elsewhere the module `site` defines it
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # without `-S` the module `site` defines them
     control = socket.socket(fileno=limits["control"])
     confinement = Confinement(limits)
     woken, wake = os.pipe()
@@ -410,9 +410,8 @@ def main() -> None:
                         _kill(pid, confinement.isolated)
                     os._exit(0)
                 pid = -1
-                with contextlib.suppress(
-                    OSError
-                ):  # no free descriptor or process: Keel sees that the connection closes
+                # without a free descriptor or process, the connection is closed, which Keel notices
+                with contextlib.suppress(OSError):
                     pid = confinement.fork() if len(received) == 3 else -1
                 if pid == 0:
                     _become_child(confinement, *received)

@@ -54,7 +54,7 @@ def write_call(name: str, arguments: Mapping[str, Any], format: str, tools: Sequ
 def _json_calls(text: str) -> list[ToolCall]:
     """Parse `<tool_call>{…}</tool_call>`, `[TOOL_CALLS] [{…}]`, or bare JSON with a name at the end of a turn.
 
-    Markers that are special tokens are missing from decoded text. Calls inside <think> are ignored.
+    Bare JSON is accepted because decoding drops markers that are special tokens. Calls inside <think> are ignored.
     """
     text = _THOUGHT.sub("", text)
     if _OPEN in text:
@@ -65,15 +65,14 @@ def _json_calls(text: str) -> list[ToolCall]:
     if start:
         return _read_json(text[start.end() :], sure=False)
     later = _LATER_CALL.search(text)
-    if later and _ARGUMENTS.search(
-        text, later.end()
-    ):  # after other text a call must have arguments, so that a JSON answer is not a call
+    # after other text a call must have arguments, so that a JSON answer is not a call
+    if later and _ARGUMENTS.search(text, later.end()):
         return _read_json(text[later.start() :].rstrip().removesuffix("```"), sure=False)
     return []
 
 
 def _blocks(text: str) -> list[str]:
-    """The texts between call markers; a marker that is only mentioned before another one is skipped."""
+    """The texts between call markers. A marker that another one follows without JSON between them is skipped."""
     bodies: list[str] = []
     position = text.find(_OPEN)
     while position >= 0:

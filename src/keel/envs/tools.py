@@ -184,7 +184,7 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _coerce_union(value: Any, args: Sequence[Any]) -> Any:
-    """Convert to the union member of the value's type, else to the first that is possible."""
+    """Convert to the union member of the value's type, else to the first member that accepts the value."""
     for arg in args:
         if type(value) is (get_origin(arg) or arg) or (arg is type(None) and value is None):
             return coerce(value, arg)

@@ -139,7 +139,7 @@ def trl(
 ) -> GameTask:
     """An environment_factory of TRL, or a dict of them, around the rows of `task`, written as in `task:`.
 
-    Without a task a problem is a seed of `random`. `reward` is a reward function of TRL, `module:attr`, beside the
+    Without a task a problem is a seed of `random`. `reward` is a reward function of TRL, `module:attr`, added to the
     environment's `get_reward`. `format`, `timeout_s`, `max_characters` and `at_once` are those of tools. `player(env,
     observation)`, `module:attr`, gives the next turn of a demonstration. Rewards of at least `success` count as
     correct.

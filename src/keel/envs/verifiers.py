@@ -260,11 +260,11 @@ def verifiers(
     success: float = 1.0,
     **params: Any,
 ) -> VerifiersTask:
-    """A taskset of verifiers 0.4, which takes the other parameters.
+    """A taskset of verifiers 0.4. The other parameters are the taskset's.
 
-    `env` are options of its environment, as in verifiers' `[env]`. `take` limits the number of tasks, and is required
-    if they are endless. `player(task, observation)`, `module:attr`, gives the next turn of a demonstration. A reward of
-    at least `success` counts as correct.
+    `env` are options of its environment, as in verifiers' `[env]`. `take` limits the number of tasks; it is required
+    for an endless taskset. `player(task, observation)`, `module:attr`, gives the next turn of a demonstration. A reward
+    of at least `success` counts as correct.
     """
     _need(taskset)
     add_working_folder()

@@ -1,6 +1,6 @@
 """Plug-ins for verifiers: a chat loop that runs in this process, and a renderer that gives Keel's tokens.
 
-verifiers loads a harness by the name of its module: `install` registers this one as `keel_chat`.
+verifiers loads a harness by the name of its module. Importing this module registers it as `keel_chat`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Rendering:
         raise NotImplementedError
 
     def after(self, messages: list[dict[str, str]], last: int) -> list[int] | None:
-        """The tokens of messages after a turn that ended with the token `last`; None: render all of them again."""
+        """The tokens of messages after a turn that ended with the token `last`; None: render everything again."""
         return None
 
     def text(self, tokens: list[int]) -> str:
@@ -182,7 +182,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def _attributed(before: list[int], added: list[int], messages: Sequence[Mapping[str, Any]]) -> RenderedTokens:
-    """Tokens of messages; `last` are those of the last message."""
+    """Rendered tokens; `added` are attributed to the last message, `before` to none."""
     owners = [-1] * len(before) + [len(messages) - 1] * len(added)
     return RenderedTokens([*before, *added], owners, message_roles=[message["role"] for message in messages])
 

@@ -20,7 +20,7 @@ from keel.envs.tool_calls import FORMATS
 from keel.envs.toolbox import Toolbox, ToolEpisode
 from keel.envs.tools import Tool, check_distinct, tool
 
-SLACK_S = 5.0  # seconds after the time limit of a call, which therefore ends first
+SLACK_S = 5.0  # added to the tool's time limit, so that the sandbox's own limit ends a call first
 
 
 class PythonSession:

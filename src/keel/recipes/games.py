@@ -62,5 +62,5 @@ def random_nim(env: Any, observation: str) -> str:
 def piles(text: str) -> str:
     """The piles on the last board in textarena's Nim."""
     boards = re.findall(r"pile (\d+): (\d+)", text)
-    last = dict(boards)  # the last board, if there are several
+    last = dict(boards)  # later boards overwrite earlier ones
     return " ".join(last.values()) if last else text

@@ -23,8 +23,9 @@ _MIN_STD = 1e-8  # a smaller standard deviation is rounding error
 class RewardPart:
     """One named reward `function(problem, turns)` with its weight.
 
-    `trusted` functions are Keel's own and run without a worker thread. `at_once` is the number of concurrent calls per
-    group; coroutine functions run all concurrently. `remote` functions send requests to a server.
+    `trusted` functions are Keel's own and run without a worker thread or a time limit. `at_once` is the maximum number
+    of concurrent calls per group; coroutine functions all run concurrently. `remote` functions send requests to a
+    server.
     """
 
     name: str
@@ -63,7 +64,7 @@ def wrap(
 def as_reward(value: Any) -> Reward:
     """Convert the return value of a reward function to a Reward; raises ValueError if it is invalid.
 
-    A dict is named parts; its total is `total` or else their sum. A bool is 0 or 1.
+    A dict has named parts; the reward is its entry `total`, else the sum of the parts. A bool is 0 or 1.
     """
     if isinstance(value, Mapping):
         parts = {str(k): _number(v, str(k)) for k, v in value.items() if k != "total"}

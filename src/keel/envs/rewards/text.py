@@ -54,7 +54,7 @@ def exact(problem: Problem, text: str) -> float:
 
 
 def numeric(problem: Problem, text: str, tag: str | None = None) -> Reward:
-    """1 if the last number of the text (or of its last `<tag>`) is the answer's."""
+    """1 if the last number of the text (or of its last `<tag>`) equals the last number of the answer."""
     within = last_tag(text, tag) if tag else text
     number = None if within is None else last_number(within)
     correct = float(number is not None and number == last_number(str(problem.answer)))
@@ -67,7 +67,7 @@ def format(
     pattern: Annotated[str | None, Range(PATTERN, is_pattern)] = None,
     tags: Tags = ("answer",),
 ) -> float:
-    """1 if the whole text matches `pattern`; without a pattern, the fraction of `tags` that occur once and closed."""
+    """1 if the whole text matches `pattern`. Without one, the fraction of `tags` that occur once and are closed."""
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     once = [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and last_tag(text, tag) is not None for tag in tags]
@@ -101,9 +101,9 @@ def ladder(
     turns: Sequence[str],
     rungs: Annotated[Sequence[Mapping[str, Any]], Field(min_length=1)],
 ) -> Reward:
-    """The sum of the values of the rungs in order, up to the first that is not reached.
+    """The sum of the values of the rungs in order, up to the first rung that is not reached.
 
-    A rung is `{pattern}` (occurs in the text), `{tag}` (occurs once and closed) or `{reward}` (an inner reward of at
+    A rung is `{pattern}` (occurs in the text), `{tag}` (occurs once and is closed) or `{reward}` (an inner reward of at
     least `at_least`, default 1), each with its `value`.
     """
     total, reached = 0.0, 0
@@ -159,7 +159,7 @@ def _reached(rung: Mapping[str, Any], problem: Problem, text: str, turns: Sequen
 
 
 def math_reward(problem: Problem, text: str, tag: str | None = None) -> Reward:
-    """1 if the last expression of the text (or of its last `<tag>`) equals the answer: ½, 0.5 and \\frac{1}{2} do."""
+    """1 if the last expression of the text (or its last `<tag>`) equals the answer: ½, 0.5 and \\frac{1}{2} match."""
     within = last_tag(text, tag) if tag else _TAG.sub("\n", text)
     equal = None if within is None else math_equal(str(problem.answer), within)
     return Reward(float(bool(equal)), {}, parsed=equal is not None)

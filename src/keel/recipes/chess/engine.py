@@ -152,7 +152,7 @@ def find_engine(path: str | None = None) -> str:
 def pawns_of(score: chess.engine.Score) -> float:
     """A score in pawns: centipawns / 100 within ±50, mate in n moves as ±(100 − min(n, 49)).
 
-    A shorter mate has a higher score, and any mate a higher one than other evaluations; for being mated, the reverse.
+    A shorter mate has a higher score, and any mate a higher one than other evaluations. Being mated is the reverse.
     """
     mate = score.mate()
     if mate is None:

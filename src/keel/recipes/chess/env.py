@@ -80,8 +80,8 @@ def chess_env(
     malformed: Malformed = None,
     held_out: HeldOut = HELD_OUT_FRACTION,
 ) -> ChessTask:
-    """The task `chess_env`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
-    position or from one of at most `pieces` pieces.
+    """The task `chess_env`: positions of `data`, or of random games of `plies` [from, to] half-moves, from the
+    starting position or from one of at most `pieces` pieces.
 
     `illegal` is the fraction of illegal moves, `history` the number of shown moves (1: only the move itself), `draws`
     claimed or automatic (see `rules.step`), `system` graduated or binary, `parse` lenient or strict, `malformed` the

@@ -49,7 +49,7 @@ SETTINGS, PART_FOLDER = "data.json", "parts"
 FILES = {False: "train.jsonl", True: "held_out.jsonl"}
 _MAX_BARREN = 20  # consecutive shards without new rows before giving up
 
-# The item that must be unique, its rows as JSON ("" for one that could not be made), whether they are held out.
+# (name, rows, held out): items with a known name are dropped; a row is JSON, or "" if it could not be made.
 Item = tuple[str, tuple[str, ...], bool]
 Work = Callable[[int], list[Item]]  # maps a shard's number to its items; picklable
 OnRows = Callable[[int], None]
@@ -74,7 +74,7 @@ def make_shards(
     """Write `rows` rows to `out/train.jsonl` and `out/held_out.jsonl`, each item once.
 
     `settings` are stored in the folder: continuing with other settings is refused, because the rows would be mixed.
-    `on_rows` is called with the number of new rows, those found on disk included.
+    `on_rows` is called with the number of added rows, including those found on disk.
     """
     full_settings = {**settings, "rows": rows}
     finished = _begin(out, full_settings)
@@ -107,7 +107,7 @@ def make_shards(
 
 
 class _Ledger:
-    """Counts of the rows so far. A part's text is a line of counts, then `t` or `h`, the item and the row, by tabs."""
+    """Counts of the rows so far. A part has a line of counts, then lines of `t` or `h`, name and row, with tabs."""
 
     def __init__(self, rows: int, on_rows: OnRows | None) -> None:
         self.rows, self.on_rows = rows, on_rows
@@ -138,7 +138,7 @@ class _Ledger:
         return "\n".join([f"{duplicates} {unavailable}", *lines]) + "\n"
 
     def take_back(self, text: str) -> None:
-        """Count a part from an earlier start."""
+        """Count a part that an earlier run wrote."""
         counts, *lines = text.splitlines()
         for line in lines:
             self._is_new(line.split("\t", 2)[1])
@@ -239,9 +239,9 @@ FULL = {"a": FULL_ENV, "p": FULL_POLICY}
 class MakeOptions:
     """Settings of a file of chess rows.
 
-    `kind` is a, p or both; the sources in `games` are used in turn, for games of at most `plies` moves. `max_pieces`
-    starts them from a random position of 3 to that many pieces. `nodes` is the engine's search per position.
-    `history`, `illegal`, `draws` and `padding` are those of the tasks.
+    `kind` is a, p or both; the sources in `games` are used in turn, for games of at most `plies` half-moves. With
+    `max_pieces`, games start from a random position of 3 to `max_pieces` pieces. `nodes` is the engine's search limit
+    per position. `history`, `illegal`, `draws` and `padding` are those of the tasks.
     """
 
     kind: str = "a"
@@ -289,7 +289,7 @@ def check_options(options: MakeOptions) -> None:
 
 
 def shard(options: MakeOptions, number: int) -> list[Item]:
-    """All items of one shard: about a second of work, or one game of engines."""
+    """All items of one shard: games of about 400 plies in total, or of 80 if the engine is needed."""
     count = max(1, (PLIES[1] if options.needs_engine else 5 * PLIES[1]) // options.longest)
     games = range(number * count, (number + 1) * count)
     if not options.needs_engine:

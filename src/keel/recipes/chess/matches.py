@@ -15,7 +15,7 @@ from keel.recipes.chess.engine import EnginePool, Query
 from keel.recipes.chess.positions import is_over
 from keel.recipes.chess.rules import fen_of
 
-# Gives the moves of several games in UCI notation; None if there is none.
+# Returns one move per game in UCI notation, or None if there is none.
 Player = Callable[[Sequence["PlayedGame"]], list[str | None]]
 OnFinished = Callable[[int], None]
 SCORES = {True: {"1-0": 1.0, "0-1": 0.0}, False: {"1-0": 0.0, "0-1": 1.0}}
@@ -97,7 +97,7 @@ class PlayedGame(Episode):
 
 
 def random_mover(seed: int) -> Player:
-    """A random legal move, from a random stream per game."""
+    """A player of random legal moves, with a random stream per game and ply."""
 
     def move(game: PlayedGame) -> str | None:
         rng = seeded_rng("chess", "mover", seed, game.number, len(game.board.move_stack))
@@ -107,7 +107,7 @@ def random_mover(seed: int) -> Player:
 
 
 def engine_mover(pool: EnginePool) -> Player:
-    """The engine's best move; None if the engine failed."""
+    """A player of the engine's best moves; None if the engine failed."""
 
     def moves(games: Sequence[PlayedGame]) -> list[str | None]:
         analyses = pool.analyse([Query(fen_of(game.board)) for game in games])

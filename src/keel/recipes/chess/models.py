@@ -1,8 +1,8 @@
 """GPT-2- and Llama-shaped models with random weights and a tokenizer for chess texts, to train from scratch.
 
-`model.name: keel.recipes.chess.models:chess_small` and its larger siblings. GPT-2's own tokenizer would have to be
-downloaded and splits FENs irregularly. Here every character is a token, and so are a rank with at most one piece and a
-square of a move, so that ranks have fixed token positions in positions with few pieces. The vocabulary has 381 tokens
+Use them as `model.name: keel.recipes.chess.models:chess_small`. GPT-2's own tokenizer would have to be downloaded and
+splits FENs irregularly. Here every character is a token; a rank with at most one piece and a square of a move are also
+single tokens, so that each rank has a fixed token position if there are few pieces. The vocabulary has 381 tokens
 instead of 50,257, which is why the 124M shape has 86 million parameters.
 """
 
@@ -94,8 +94,8 @@ def gpt2(
 def _common(tokenizer: Any, width: int) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
-        "initializer_range": 0.02
-        * (768 / width) ** 0.5,  # GPT-2's 0.02 is for its width; narrower models need a larger one
+        # GPT-2's 0.02 is for width 768; narrower models need a larger value
+        "initializer_range": 0.02 * (768 / width) ** 0.5,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,

@@ -60,7 +60,7 @@ MOST_LOSS = 10.0  # pawns: the largest loss of a move, such as a missed mate
 
 @dataclass(frozen=True)
 class PolicyGrader(ChessGrader):
-    """Grade P: answers by the engine's lines in a problem's info; None there means `unavailable`."""
+    """Grade P: answers by the engine's lines in a problem's info. Lines that are None mean that the engine failed."""
 
     padding: Padding = PADDINGS["source"]
     engine: StockfishOptions | None = None
@@ -98,7 +98,7 @@ class PolicyGrader(ChessGrader):
         return {f"engine/{name}": float(counts[name]) for name in ("crashed", "timed_out", "unavailable")}
 
     def _losses(self, groups: Sequence[Group]) -> list[float]:
-        """Pawns lost by each legal best move: best score − its score, from the engine if it is not a label."""
+        """Pawns lost by each legal best move: best score − its score. The engine scores moves without a label."""
         played = [
             (group.problem, read_policy(c.text, self.padding).best) for group in groups for c in group.completions
         ]
@@ -131,7 +131,7 @@ class EngineLabelled(TaskWrapper):
     engine: StockfishOptions
 
     def sample(self, count: int, *, seed: int, step: int) -> list[Problem]:
-        """`count` problems; one without a label is replaced by a second copy of another problem of the batch."""
+        """`count` problems; a problem without a label is replaced by a copy of another problem of the batch."""
         # an offset of the seed that no other draw has, so that positions are new but reproducible
         draws = (self.inner.sample(count, seed=seed + 32_452_843 * draw, step=step) for draw in range(DRAWS))
         labelled = self._first_labelled(draws) if count else []
@@ -139,7 +139,7 @@ class EngineLabelled(TaskWrapper):
         return [*labelled, *(replace(problem, key=f"{problem.key}#again{i}") for problem, i in again)]
 
     def held_out(self, count: int, *, seed: int = 0) -> list[Problem]:
-        """The labelled problems of a fixed set; if there are none, of further positions."""
+        """The labelled problems of a fixed set. If none has a label, those of the next fixed set."""
         draws = (self.inner.held_out(count * (draw + 1), seed=seed)[count * draw :] for draw in range(DRAWS))
         return self._first_labelled(draws) if count else []
 
@@ -183,8 +183,8 @@ def chess_policy(
     malformed: Malformed = None,
     held_out: HeldOut = HELD_OUT_FRACTION,
 ) -> ChessTask:
-    """The task `chess_policy`: positions of `data`, or of random games of `plies` [from, to] moves, from the starting
-    position or from one of at most `pieces` pieces.
+    """The task `chess_policy`: positions of `data`, or of random games of `plies` [from, to] half-moves, from the
+    starting position or from one of at most `pieces` pieces.
 
     Labels are those of the data's P: rows, or else the engine's (`engine`: see `StockfishOptions`), which must be
     installed. `padding` is source (90, 30 and 40 characters) or none; the other parameters are those of `chess_env`.

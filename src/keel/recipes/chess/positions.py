@@ -37,14 +37,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Games:
-    """Random legal games of `plies` moves (from, to), from the starting position or from a random position with 3 to
+    """Random legal games of `plies` (from, to) half-moves, from the starting position or a random position with 3 to
     `pieces` pieces."""
 
     plies: tuple[int, int] = PLIES
     pieces: int | None = None
 
     def draw(self, rng: random.Random, accept: Callable[[str], bool] = lambda identity: True) -> Position:
-        """A playable position that `wanted` accepts: otherwise the game continues, or a new one starts."""
+        """A playable position that `accept` accepts. Otherwise the game continues, or a new one starts."""
         for _ in range(_MAX_GAMES):
             board = self._start(rng)
             plies = rng.randint(*self.plies)
@@ -123,17 +123,17 @@ def play(board: chess.Board, plies: int, choose: Choose) -> Iterator[Ply]:
 
 
 def is_over(board: chess.Board) -> bool:
-    """Whether a game ends here: mate, stalemate, bare kings, fifty moves, or third repetition."""
+    """Whether a game ends here: mate, stalemate, insufficient material, fifty moves, or third repetition."""
     return board.is_game_over() or board.halfmove_clock >= 100 or board.is_repetition(3)
 
 
 def at_random(rng: random.Random) -> Choose:
-    """Any legal move."""
+    """Choose a random legal move."""
     return lambda board: rng.choice(list(board.legal_moves))
 
 
 def by_engine(rng: random.Random, pool: EnginePool) -> Choose:
-    """A few random moves, then one of the engine's moves near its best; None if the engine fails."""
+    """Choose a few random moves, then one of the engine's moves near its best; None if the engine fails."""
     anything = at_random(rng)
 
     def choose(board: chess.Board) -> chess.Move | None:
@@ -149,7 +149,7 @@ def by_engine(rng: random.Random, pool: EnginePool) -> Choose:
 
 
 def along(moves: tuple[str, ...], after: Choose) -> Choose:
-    """The moves of a line, then `after`."""
+    """Choose the moves of a line, then those of `after`."""
 
     def choose(board: chess.Board) -> chess.Move | None:
         played = len(board.move_stack)

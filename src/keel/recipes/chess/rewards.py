@@ -15,7 +15,7 @@ from pydantic import Field
 from keel.base.types import Reward
 from keel.recipes.chess.format import LINES, EnvAnswer, PolicyAnswer, StepResult
 
-# The options of a reward. A malformed answer earns less than 0, so that it earns least.
+# The options of a reward. `malformed` is below 0, so that a malformed answer earns least.
 System = Literal["graduated", "binary"]
 Parse = Literal["lenient", "strict"]
 Malformed = Annotated[float, Field(lt=0)] | None
@@ -68,7 +68,7 @@ def policy_reward(
     parse: str = "lenient",
     malformed: float | None = None,
 ) -> Reward:
-    """The reward of a P: answer by the engine's `lines`; None if the engine failed (`unavailable`).
+    """The reward of a P: answer by the engine's `lines`, which are None if the engine failed (part `unavailable`).
 
     Graduated: Σ worth × part (`POLICY_WORTH`), which rises with every part. Binary: 1 if the best move is correct, 0 if
     not, `malformed` if the structure is invalid. Without lines, quality earns nothing, form and legality earn the same
@@ -122,9 +122,9 @@ def content_parts(answer: PolicyAnswer, lines: Lines) -> dict[str, float]:
 
 
 def closeness(stated: float, value: float) -> float:
-    """The closeness of an evaluation: 1 if equal, falling to 0 at a distance of one pawn, or at 0.00 if nearer.
+    """The closeness of an evaluation: 1 if equal, falling linearly to 0 at a distance of one pawn or, if less, |value|.
 
-    A constant guess of 0.00 therefore earns only where it is true, and 0.01 hardly more.
+    A constant guess of 0.00 therefore earns only where it is true, and one of 0.01 hardly more.
     """
     reach = max(CENTIPAWN, min(EVALUATION_TOLERANCE, abs(value)))
     return max(0.0, 1 - abs(stated - value) / reach)

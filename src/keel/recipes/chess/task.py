@@ -1,4 +1,4 @@
-"""What the chess tasks share: rows of data, sources of problems, graders, the task class, pictures of answers."""
+"""Common parts of the chess tasks: data rows, sources of problems, graders, the task class, pictures of answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ChessRow:
 
     @property
     def split_key(self) -> str:
-        """The game, or the position of a row without one: rows with the same key are on the same side of the split."""
+        """The game, or the position of a row without one: rows with the same key are in the same split."""
         return self.game or identity(self.fen)
 
 
@@ -124,8 +124,11 @@ RIGHT, WRONG, ENGINE = "#15781b88", "#c0392b99", "#1f5fa888"
 
 
 def answer_picture(problem: Problem, text: str) -> str | None:
-    """The board of an answer. A: the answer's position, with wrong squares in red. P: the best move as an arrow, green
-    if it is also the engine's, and otherwise the engine's in blue. None if no board can be drawn."""
+    """The board of an answer, or None if it cannot be drawn.
+
+    A: the answer's position, with wrong squares in red. P: the best move as a green arrow if it is the engine's, else
+    as a red one, with the engine's move in blue.
+    """
     try:
         board = board_of(problem.info["fen"])
     except KeelError:
@@ -163,7 +166,7 @@ def _arrow(move: str, color: str) -> chess.svg.Arrow:
 
 
 def _squares(move: str) -> tuple[chess.Square, chess.Square]:
-    """The squares of a move; both may be the same, since a model may write e2e2, which is drawn as a circle."""
+    """The squares of a move. A model may write e2e2, with one square twice, which is drawn as a circle."""
     return chess.parse_square(move[:2]), chess.parse_square(move[2:4])
 
 

@@ -53,7 +53,7 @@ class OracleResult:
 
 
 def play_oracle(path: str, **options: Any) -> list[OracleResult]:
-    """Play the oracle on every row in each format, with the golden retriever, since others return distractors too."""
+    """Play the oracle on every row in each format. The default retriever is golden, since others return distractors."""
     results = []
     questions = read_questions(source_of({"path": path}), 1.0).questions
     for tool_format, answer_style in product(FORMATS, ANSWER_STYLES):

@@ -1,4 +1,4 @@
-"""The task `multihop` from its options."""
+"""Build the task `multihop` from its options."""
 
 from __future__ import annotations
 

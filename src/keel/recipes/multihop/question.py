@@ -69,7 +69,7 @@ class Questions:
 
 
 def read_questions(source: SourceOptions, noise_rate: float) -> Questions:
-    """The rows of files or hub datasets, `path,name,split[:n]` and several joined by semicolons.
+    """Read the rows of files or hub datasets, `path,name,split[:n]`; semicolons join several.
 
     Rows that cannot be read or have no supporting paragraphs are broken: refused with their location, or with
     `data.on_broken: skip` left out and counted.
@@ -107,7 +107,7 @@ def with_noise(question: Question, noise_rate: float) -> Question:
 
 
 def _records(spec: str, split: str) -> tuple[str, list[DataRow | BrokenRow]]:
-    """(source, records in the data's order); a part such as `[:100]` counts broken records too."""
+    """(source, records in the data's order). A slice such as `[:100]` counts broken records too."""
     match = _SLICE.fullmatch(spec)
     assert match is not None
     rows = read_rows(match["path"], split)

@@ -90,7 +90,7 @@ class Hybrid:
 
 
 def build_retriever(name: RetrieverName, embedding: str | Callable[[list[str]], Any] | None) -> Retriever:
-    """The retriever called `name`; `hybrid` needs the user's `embedding`, `module:attr` of texts to vectors."""
+    """The retriever called `name`; `hybrid` needs `embedding`, a function from texts to vectors (`module:attr`)."""
     if name != "hybrid" and embedding is not None:
         raise KeelError(
             f"multihop embedding has no effect with retriever={name}: set retriever=hybrid, or leave it out"
@@ -151,7 +151,7 @@ def queries(question: Question, id: str, shown: str) -> list[str]:
         return any(names.intersection(normalise(word).split()) for word in words)
 
     def has_unread_name(position: int, word: str) -> bool:
-        """Whether a question's word is an unseen name; the first word only if the documents have it as a name."""
+        """Whether a question's word is an unseen name; the first word only if it is a name in the documents."""
         return not is_seen(word) and (is_named([word]) or (position > 0 and _is_name(word)))
 
     sub_questions = [
@@ -178,7 +178,7 @@ def _resolved(question: Question, id: str, seen: str) -> Iterator[str]:
 
 
 def _shorter(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The phrase without words at its ends, longest first."""
+    """All shorter parts of the phrase, longest first."""
     for length in range(len(words) - 1, 0, -1):
         for start in range(len(words) - length + 1):
             yield words[start : start + length]
@@ -186,7 +186,7 @@ def _shorter(words: Sequence[str]) -> Iterator[Sequence[str]]:
 
 @lru_cache(maxsize=1024)
 def _names(question: Question) -> frozenset[str]:
-    """The words of a document that are names or numbers, in normal form."""
+    """The words of a question's documents that are names or numbers, in normal form."""
     words = (word for document in question.documents for word in f"{document.title} {document.text}".split())
     return frozenset(term for word in words if _is_name(word) for term in normalise(word).split())
 

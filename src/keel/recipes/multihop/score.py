@@ -37,7 +37,7 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """The harmonic mean of precision and recall over words, counted with repetition; of two empty texts 1."""
+    """The harmonic mean of precision and recall over words, counted with repetition; 1 for two empty texts."""
     predicted, gold = normalise(prediction).split(), normalise(answer).split()
     if not predicted or not gold:
         return float(predicted == gold)

@@ -74,7 +74,7 @@ def draw_question(rng: random.Random, hops: Sequence[int], documents: int) -> Qu
 
 
 def check_size(hops: Sequence[int], documents: int) -> None:
-    """Refuse sizes without a possible world."""
+    """Refuse chain lengths and document counts for which no world exists."""
     if min(hops) < 1 or max(hops) > MAX_HOPS:
         raise KeelError(f"multihop hops are {list(hops)}: the built-in worlds have chains of 1 to {MAX_HOPS}")
     if not max(hops) <= documents <= 20:
@@ -140,7 +140,7 @@ class Worlds:
 
 @dataclass(frozen=True)
 class QuestionRows:
-    """Rows in a new order each epoch; with a curriculum, only those within the current chain length."""
+    """Rows in a new order each epoch; with a curriculum, only rows of the current chain lengths."""
 
     data: Dataset
     lengths: tuple[int, ...]

@@ -114,7 +114,7 @@ class Multihop(Task):
     ) -> tuple[str, tuple[str, list[Document]]] | None:
         """The next query that finds a missing supporting document, in the chain's order, and its reply.
 
-        If there is none, the first turn still asks its first query, whose result may contain a needed name.
+        If there is none, the first turn still asks for the first document, since the result may contain a needed name.
         """
         for id in question.chain:
             for query in queries(question, id, shown_text) if id not in retrieved else ():
