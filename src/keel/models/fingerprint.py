@@ -119,7 +119,7 @@ def _is_on_gpu(words: Tensor) -> bool:
 def _groups(tensors: Iterable[Tensor], joins: Callable[[Tensor], bool] = _is_on_gpu) -> Iterator[list[Tensor]]:
     """Batches of consecutive tensors on one device, of up to a block of whole rows.
 
-    A tensor for which `joins` is false is a batch of its own.
+    A tensor for which `joins` is false is a separate batch.
     """
     together: list[Tensor] = []
     for words in tensors:

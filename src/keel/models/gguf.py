@@ -116,7 +116,7 @@ def _name_special_tokens(tokenizer: Any, header: GgufHeader) -> None:
 
 
 def _drop_unembedded_tokens(tokenizer: Any, rows: int) -> Any:
-    """The tokenizer without tokens that the model has no embedding row for.
+    """Remove the tokens that have no row in the model's embedding.
 
     The reader gives every byte-level tokenizer GPT-2's <|endoftext|> as unknown token, even if the file has none. A
     byte-level tokenizer never needs an unknown token.

@@ -1,6 +1,6 @@
 """The parts of a causal LM: wrappers, body (tokens to hidden states), head (hidden states to logits), adapters.
 
-Scoring runs the body once and the head in chunks. It must therefore repeat what a model does after its output
+Scoring runs the body once and the head in chunks. It must therefore repeat the operations after the model's output
 embedding: a scale (Cohere, Granite), a soft cap (Gemma) or, in most models, nothing. Configs name these settings
 differently, so they are measured on the model itself. Adapters are found from the layers, without importing peft.
 """
@@ -150,7 +150,7 @@ def _enclosing_modules(causal: Any, module: nn.Module) -> list[nn.Module]:
 
 
 def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | None]:
-    """The number of modules around the output embedding that belong to the head; the head's scale; its soft cap."""
+    """Return (number of modules around the output embedding that belong to the head, scale, soft cap)."""
     body = body_of(causal)
     heads = [part for part in _enclosing_modules(causal, module) if not any(inner is body for inner in part.modules())]
     for depth, part in enumerate(heads):
@@ -163,10 +163,10 @@ def _locate_head(causal: Any, module: nn.Module) -> tuple[int, float, float | No
 
 
 def frozen_head(model: nn.Module) -> Head:
-    """The head in its current state, for a reference whose adapters are switched back before its head is applied.
+    """The head in its current state, for a reference whose adapters change before its head is applied.
 
-    LoRA on the head and hooks, as for an EMA of adapters, are folded into one weight: the head is applied to the
-    identity matrix. A head without them is returned without a copy.
+    The head is applied to the identity matrix, so that its LoRA and its hooks (as for an EMA of adapters) are folded
+    into one weight. A plain linear head is returned without a copy.
     """
     head = head_of(model)
     if head.linear() is not None:

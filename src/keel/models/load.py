@@ -28,7 +28,7 @@ from keel.models.tiny import tiny_model, tiny_tokenizer
 from keel.models.tokenizer import check_eos, check_tokenizer, context_length, eos_ids
 
 logger = logging.getLogger("keel")
-_ALIGNMENT = 64  # bytes; torch's allocations on the CPU have it
+_ALIGNMENT = 64  # bytes; the alignment of torch's CPU allocations
 
 
 class Loaded(NamedTuple):

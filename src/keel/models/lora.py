@@ -39,7 +39,7 @@ def check_adapter(options: LoraOptions | None) -> None:
 def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
     """Wrap the model with peft and one trainable adapter; the base weights are frozen.
 
-    A new adapter has B = 0, so the wrapped model computes exactly what the base does. Equal seeds give equal A. The
+    A new adapter has B = 0, so the wrapped model computes exactly the same as the base. Equal seeds give equal A. The
     caller's RNG state is unchanged.
     """
     from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model

@@ -30,7 +30,7 @@ class PassBytes(NamedTuple):
 def fitting_tokens(free: int, passes: PassBytes, later: int = 0) -> int:
     """Tokens of the largest pass that fits in `free` bytes minus the `later` bytes that training allocates afterwards.
 
-    Never less than SMALLEST_PASS, even if that may not fit.
+    At least SMALLEST_PASS, even if that does not fit.
     """
     tokens = (_USED * free - later - passes.fixed) / max(passes.per_token, 1.0)
     return max(SMALLEST_PASS, int(tokens) // SMALLEST_PASS * SMALLEST_PASS)

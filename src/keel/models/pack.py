@@ -251,9 +251,9 @@ def _right_padded_index(counts: Numbers, width: int) -> Numbers:
 class _Runs:
     """Runs of tokens (prompts and completions) in the order of their rows.
 
-    `starts` and the last two arrays are indices into the flattened rows. One entry per run: its tokens, start, number
-    of tokens, first position id, prefix and branch. One entry per completion: `first`, its first token, and
-    `last_of_prompt`. `first` is unused for completions of one token, which are not in the row.
+    The first six fields have one entry per run; `positions` are the first position ids. `first` and `last_of_prompt`
+    have one entry per completion: the index of its first token and of its prompt's last token. These two and `starts`
+    index the flattened rows. `first` is unused for completions of one token, which are not in the row.
     """
 
     tokens: list[Sequence[int]]
@@ -327,7 +327,7 @@ def microbatches(
     """Split groups into microbatches of at most `max_tokens` computed tokens (rows × longest row), in order.
 
     With `one_row`, a microbatch becomes one row. A group above the budget is split into sub-groups that repeat the
-    prompt. A single completion above the budget is a microbatch of its own. The order of completions is kept.
+    prompt. A single completion above the budget is a separate microbatch. The order of completions is kept.
     """
     if max_tokens < 1:
         raise KeelError(f"microbatch_tokens must be at least 1, got {max_tokens}")

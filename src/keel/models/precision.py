@@ -70,7 +70,7 @@ def ieee_matmuls() -> Iterator[None]:
 
 MOST_ERROR = 1.5  # limit of the RMS error over all positions, in multiples of the plain path's
 MOST_AT_A_POSITION = 3.0  # limit of the error at one position, in multiples of the plain path's
-CLEARLY_WRONG = 10.0  # a multiple of the plain path's error; above it at most positions, one draw decides
+CLEARLY_WRONG = 10.0  # a multiple of the plain path's error; if over half of the positions exceed it, one draw decides
 EXACT = 1e-3  # a share of the spread; smaller errors are always accepted
 DRAWS = 7
 ROUNDING = 8.0  # a multiple of the dtype's eps: the plain path's error for models that cannot compute in fp32
@@ -134,8 +134,8 @@ def judge(
 
     An error is accepted up to `exact` or `MOST_ERROR` times the plain path's error, both multiplied by `slack`. For a
     larger error, up to `DRAWS` draws are pooled. One draw suffices if the plain path is exact or the fast path is
-    clearly wrong. Use `routed` for mixtures of experts: rounding may send a token to another expert, an error as large
-    as a bug's. It is absent in most draws, so the median over draws is judged.
+    clearly wrong. In a mixture of experts (`routed`), rounding may send a token to another expert. This error is as
+    large as a bug's, but most draws do not have it, so the median over draws is judged.
     """
     draws: list[Errors] = []
     for seed in range(DRAWS):

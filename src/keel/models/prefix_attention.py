@@ -235,7 +235,7 @@ def try_prefix_attention(body: Any) -> bool:
 
 
 def may_use_prefix_attention(body: Any, packed: PackedBatch) -> bool:
-    """Whether structured attention is not ruled out and is faster: for long rows, with flash kernels for all rows."""
+    """Whether structured attention may be used and is faster: with flash kernels always, otherwise for long rows."""
     flash = flash_unsupported_reason(next(body.parameters()), planned=bool(_like_cuda)) is None
     if not packed.shared_prefix or (packed.input_ids.shape[1] < LONG_ROW and not flash):
         return False

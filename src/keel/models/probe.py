@@ -203,7 +203,7 @@ def _check_long_windows(
 class _Trial:
     """Compare packed and plain log-probabilities of random tokens after `prompt` tokens from position `origin`.
 
-    `largest` is the largest difference in the last trial, in nats. A half-precision model's plain rows run in fp32.
+    `largest` is the largest difference in the last trial, in nats. A half-precision model's plain rows run in fp32 too.
     """
 
     model: nn.Module

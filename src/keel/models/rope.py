@@ -24,7 +24,7 @@ from keel.models.pack import PADDING, PackedBatch, Segments, to_device
 class LengthRegimes:
     """Ranges of context lengths with equal tables, separated by switches.
 
-    Above `dynamic_after` (dynamic NTK) every length is a regime of its own.
+    Above `dynamic_after` (dynamic NTK) every length is a separate regime.
     """
 
     switches: tuple[int, ...]

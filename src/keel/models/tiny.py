@@ -52,7 +52,7 @@ def closed_tokenizer(tokens: Iterable[str], pre_tokenizer: Any, decoder: Any) ->
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *tokens))  # a gap in the ids would leave no row for the last
+    distinct = dict.fromkeys((PAD, BOS, EOS, UNK, *ROLES, *tokens))  # duplicates would push ids past the embedding
     vocab = {token: index for index, token in enumerate(distinct)}
     core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
     core.pre_tokenizer, core.decoder = pre_tokenizer, decoder

@@ -126,8 +126,8 @@ class ControlTokens:
         """The tokens of `render(*outside)`, where no untrusted string of `outside` yields a control token.
 
         Usually these are the tokens of the whole text. If `outside` yields a control token, the template's parts and
-        the untrusted strings are encoded separately, the latter as ordinary tokens. If a text is far longer than `room`
-        tokens, only its beginning is encoded, which is still longer than `room`.
+        the untrusted strings are encoded separately, the latter as ordinary tokens. For a text far longer than `room`
+        tokens, only a beginning of more than `room` tokens is returned.
         """
         text = render(*outside)
         if room is not None and (beginning := self._beginning_if_overlong(text, room)):
@@ -202,10 +202,10 @@ class ControlTokens:
 class _Tags:
     """Tags around untrusted strings, to split a rendered text into their parts and the template's.
 
-    Tags are digits, because templates and JSON do not change digits. They stand inside the spaces around a string,
-    because templates strip these. Only strings that may yield a control token are tagged, because tags break
-    comparisons in templates. These are strings that contain a control token, that start or end with a part of one, or
-    that the template changes. `every` tags all strings, for control tokens that do not appear verbatim in the text.
+    Tags are digits, because templates and JSON do not change digits. Spaces around a string stay outside its tags,
+    because templates strip them. Only strings that may yield a control token are tagged, because tags break comparisons
+    in templates. These are strings that contain a control token, that start or end with a part of one, or that the
+    template changes. `every` tags all strings, for control tokens that do not appear verbatim in the text.
     Names in messages and field names are replaced by zeros instead.
     """
 
@@ -265,7 +265,7 @@ def _completes(text: str, mark: str) -> bool:
 
 
 def _cut(text: str, marks: Collection[str]) -> list[str]:
-    """Cut a text behind the first character of each of these strings, or in the middle if none occurs."""
+    """Cut a text after the first character of each of these strings, or in the middle if none occurs."""
     places = (f"(?<={re.escape(mark[0])})(?={re.escape(mark[1:])})" for mark in marks if len(mark) > 1)
     parts = re.split("|".join(places) or "(?!)", text)
     return parts if len(parts) > 1 else [text[: len(text) // 2], text[len(text) // 2 :]]

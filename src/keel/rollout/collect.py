@@ -79,17 +79,17 @@ class _Trajectory:
 class Collector:
     """Collects judged groups for problems, over one turn or several.
 
-    In a multi-turn task, each completion has an `Episode` of the task, which answers the model's turns. Tokens of its
-    replies are appended with action False. Tokens are only appended, never re-encoded, and noise continues at the next
-    position.
+    In a multi-turn task, each completion has an `Episode` of the task, which answers the model's turns. The tokens of
+    its replies have action False. Tokens are only appended, never re-encoded, and noise continues at the next position.
 
     `max_completion_length` is the token budget of an episode, including replies. If a reply does not fit, the episode
     ends with stop_reason `length`. `max_turn_length` is the budget of one turn; a truncated turn is answered like any
     other. If an episode would continue after `max_turns`, it ends with stop_reason `turns`.
 
     With `join_turns`, an answered episode continues while other episodes are still in an earlier turn. Without it, all
-    episodes are answered together. With `overlap_tools`, at most `max_batch` episodes (default: half of them) are
-    sampled while the tools of the others run. A free slot goes to the episode whose turn ended first, after its answer.
+    episodes are answered together. With `overlap_tools`, at most half of the unfinished episodes (and at most
+    `max_batch`) are sampled while the tools of the others run. A free slot goes to the answered episode whose turn
+    ended first.
     """
 
     engine: Engine
@@ -157,9 +157,9 @@ class Collector:
             return next_requests(len(turns))
 
         def next_requests(ended: int) -> list[Request]:
-            """Requests for as many episodes as there is room for, in the order in which their turns ended.
+            """Return requests for the episodes that fit, in the order in which their turns ended.
 
-            The order does not depend on how long tools run.
+            This order does not depend on the run time of tools.
             """
             nonlocal running, unfinished
             running -= ended
@@ -192,7 +192,7 @@ class Collector:
         return groups
 
     def _places(self, episodes: int) -> tuple[int, int]:
-        """The limits on episodes sampled at a time: a number, and k for one in k of the unfinished episodes."""
+        """Return (n, k): at most n episodes, and at most 1/k of the unfinished ones, are sampled at a time."""
         overlap = self.overlap_tools and self.max_turns > 1
         return (self.sampling.max_batch or episodes, 2) if overlap else (episodes, 1)
 
@@ -317,7 +317,7 @@ def _counts_and_notes(episode: Episode) -> tuple[dict[str, float], list[str]]:
 
 
 def _notes(episode: Episode) -> list[str]:
-    """The notes of an episode. Notes are only shown, so an error in them becomes the first note."""
+    """The notes of an episode. Notes are for display only, so an error in them is returned as the only note."""
     try:
         return [str(note) for note in episode.turn_notes()]
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The base class of engines: methods and capabilities with defaults, and checks of what an engine returns."""
+"""The base class of engines, a wrapper of engines, and checks of a user's engine."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Engine:
     shares_weights: bool = False  # samples with the policy's own tensors, so sync has nothing to do
     native: bool = False  # samples with the policy's modules or copies of them; differs from them by rounding only
     logp_after_filters: bool = False  # `sample_logp` is the log-probability after top-p, top-k and min-p
-    context: int | None = None  # largest number of tokens of prompt and completion; None without a limit
+    context: int | None = None  # maximum tokens of prompt plus completion; None: no limit
     version: int | None = None  # the policy version of the last `sync`; None if weights are shared
     proven: str = ""  # how the last `sync` verified the weights; empty if they were not verified
-    notes: tuple[str, ...] = ()  # fallbacks from the fastest path, and why; shown by runs on a GPU
+    notes: tuple[str, ...] = ()  # why a slower path is used; runs on a GPU show the notes
     on_finished: Callable[[int], None] | None = None  # called with the number of completions that just ended
 
     def __init_subclass__(cls, **options: Any) -> None:

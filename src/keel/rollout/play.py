@@ -1,7 +1,7 @@
 """Collect groups of a task that plays its own episodes. The episodes' programs call the engine through an endpoint.
 
-An episode has one completion, with one branch per final context of its program. The engine drew all sampled tokens.
-Each sampled token is trained once, and all tokens share the episode's reward.
+An episode has one completion, with one branch per final context of its program. Sampled tokens that the engine did not
+draw raise an error. Each sampled token is trained once, and all tokens share the episode's reward.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class EpisodeCalls(CallQueue):
         return bool(self.waiting)
 
     def _settled(self) -> list[Key]:
-        """Wait until the next episodes that get a slot have made a call or ended; cancel those that time out."""
+        """Wait until the next episodes for the free slots have made a call or ended; cancel those that time out."""
         room = min(self.at_once, -(-self.unfinished // self.share)) - len(+self.sampled)
         keys = self.order[: max(0, room)]
         end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
@@ -218,7 +218,7 @@ class PlayCollector(Collector):
         stops = {"stop": list(sampling.stop)}
         secret = secrets.token_urlsafe(24)
         async with Endpoint(answer, secret, context=self.engine.context).serving() as url:
-            renderer = deepcopy(self.renderer) if self.overlap_tools else self.renderer  # used while the engine decodes
+            renderer = deepcopy(self.renderer) if self.overlap_tools else self.renderer  # a copy for concurrent use
             access = ModelAccess(url, secret, renderer, {**drawing, **stops}, noise, max_turns=self.max_turns)
             async with self.task.playing(access) as play:
 
@@ -306,7 +306,7 @@ class _Answers:
     problems: Sequence[Problem]
     calls: EpisodeCalls
     sampling: SamplingParams
-    first: dict[Key, int] = field(default_factory=dict)  # tokens of each episode's first prompt
+    first: dict[Key, int] = field(default_factory=dict)  # number of tokens of each episode's first prompt
     positions: defaultdict[Key, int] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:

@@ -81,8 +81,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine that `rollout.engine` names.
 
-    A factory receives those of these arguments that it has as parameters: `rollout`, the whole section; `own_weights`,
-    true if it must hold a copy because the weights are sharded or change while it samples; `world`, the processes.
+    A factory receives each of these arguments that its signature names: `rollout` is the whole section; `own_weights`
+    is true if it must hold a copy because the weights are sharded or change while it samples; `world` is the processes.
     """
     from keel.base.world import SINGLE_PROCESS
     from keel.rollout.engine import check_engine
@@ -101,7 +101,7 @@ def build_engine(
 def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
     """Refuse greedy sampling, an unknown engine, and options that the engine does not read.
 
-    `placed` means that the training command starts the samplers, from its options.
+    `placed` means that the training command starts the servers with these options.
     """
     if rollout.temperature == 0:
         raise KeelError(
@@ -123,7 +123,7 @@ def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
 def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
     """Refuse a server without an address, and options that the mode does not read.
 
-    Servers `placed` with the training are started with its options; others have their own.
+    The training command starts `placed` servers with its options. Other servers have their own options.
     """
     options = rollout.vllm
     if options.mode == "colocate":

@@ -92,8 +92,8 @@ class Renderer:
         """The tokens between two turns of the model: the end of the turn, the messages, the start of the next turn.
 
         A plain text becomes a user message. `ended_by` is the last sampled token. If the template closes turns with
-        that token (such as EOS), the token is not repeated. After a stop string, the closing token is added. If a reply
-        is much longer than `room` tokens, only its beginning is encoded, which is still longer than `room`.
+        that token (such as EOS), the token is not repeated. After a stop string, the closing token is added. For a
+        reply much longer than `room` tokens, only a beginning of more than `room` tokens is returned.
         """
         tokens = self.controls.rendered(partial(self._reply_text, problem), message, room=room).tokens
         in_template = self._in_template(isinstance(problem.prompt, str))
@@ -171,8 +171,8 @@ class Renderer:
 def fit(tokens: tuple[int, ...], limit: int | None, truncation: str, key: str) -> tuple[int, ...]:
     """Fit a prompt to `data.max_prompt_length`. `truncation: left` keeps its end; otherwise a longer prompt is refused.
 
-    With `truncation: drop`, long prompts are removed before training. Those of tasks that generate problems are refused
-    here.
+    With `truncation: drop`, long prompts are removed before training. One that remains, such as a generated problem's,
+    is refused.
     """
     if truncation not in TRUNCATIONS:
         raise unknown("data.truncation", truncation, TRUNCATIONS)

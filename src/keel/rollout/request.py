@@ -202,7 +202,7 @@ def open_rows(
     noise: tuple[int, int, int],
     seen: set[tuple[str, int, int]],
 ) -> list[OpenRow]:
-    """Check all requests and return a row per completion. `seen` is the noise that was already used."""
+    """Check all requests and return a row per completion. `seen` holds the noise keys that were already used."""
     batch = list(requests)
     for request in batch:
         check(request, sampling)

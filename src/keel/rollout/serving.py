@@ -43,7 +43,6 @@ class CallQueue:
         self.closed = False
 
     def submit(self, call: Call) -> None:
-        """Add a call."""
         with self.changed:
             if self.closed:
                 raise Unavailable("the endpoint is shutting down")
@@ -136,7 +135,7 @@ class EngineServer:
             raise RuntimeError(str(error)) from error
 
     def call_of(self, body: GenerateBody) -> Call:
-        """The call of a request."""
+        """Convert a request to a call."""
         context, noise, tokens = self.engine.context, body.sampling_params.noise, body.token_ids
         room = None if context is None else context - len(tokens)
         if context is not None and context <= len(tokens):
@@ -229,7 +228,7 @@ async def _serve(
 
 @contextmanager
 def signals_return() -> Iterator[None]:
-    """Ignore the signal that uvicorn raises again at its end, so that vLLM's processes are shut down."""
+    """Ignore the signal that uvicorn raises again when it exits, so that vLLM's processes are shut down."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

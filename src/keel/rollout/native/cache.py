@@ -1,4 +1,4 @@
-"""KV caches: of a rollout's running rows, and of contexts between the turns of an episode.
+"""KV caches for a rollout's running rows, and for contexts between the turns of an episode.
 
 The cache of running rows stores each prompt once and a suffix per row; attention covers both. With the cache between
 turns, a turn prefills only new tokens.
@@ -127,7 +127,7 @@ class Prefix:
         object.__setattr__(self, "lengths", lengths)
 
     def select(self, groups: list[int]) -> Prefix:
-        """A selection of the prompts, padded to the longest of them."""
+        """Select prompts, padded to the longest of them."""
         tokens = tuple(self.tokens[group] for group in groups)
         width, index = max(map(len, tokens)), torch.tensor(groups, device=self.lengths.device)
         keys, values = (tuple(kv[index, :, :width] for kv in layers) for layers in (self.keys, self.values))
@@ -149,10 +149,10 @@ class Prefix:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """A table `[G, n]` of each prompt's rows, so that one product covers all rows of a prompt.
+    """A table `[G, n]` of each prompt's rows, so that one matrix product covers all rows of a prompt.
 
     `slots` maps slots to rows and `rows` maps rows to slots. Both are None if the rows are in the order of the slots
-    and a view suffices. An empty slot computes row 0 again, and its result is not read.
+    and a view suffices. Empty slots recompute row 0, and their results are not read.
     """
 
     groups: int
@@ -196,9 +196,10 @@ class SharedPrefixCache(Cache):
 
     `suffix_kv` is a preallocated buffer `[layers, 2, B, kv_heads, T, D]` for the tokens after the prompts. Steps write
     in place. When a row leaves, the last row takes its index, so the live rows are a leading slice and nothing is
-    reallocated. `past_lengths` are the rows' numbers of tokens after the prompt so far. Shorter pasts are left-padded,
-    so that all rows write into the same column; pad columns are masked. `length` more tokens may follow. The buffer
-    has columns for all of them, or for `reserve` of them and then grows. `origin` is the position of the first token.
+    reallocated. `past_lengths` are the numbers of tokens that the rows already have after their prompts. Shorter pasts
+    are left-padded, so that all rows write into the same column; pad columns are masked. `length` more tokens may
+    follow. The buffer has columns for all of them, or for `reserve` of them and then grows. `origin` is the position of
+    the first token.
     """
 
     def __init__(
@@ -253,7 +254,7 @@ class SharedPrefixCache(Cache):
         self.suffix_kv[layer, :, : pair.shape[1], :, self.length : self.length + pair.shape[3]] = pair
 
     def advance(self, count: int = 1) -> None:
-        """Count the tokens that all layers have stored."""
+        """Increase the length after all layers have stored `count` tokens."""
         self.length += count
 
     def row_kv(self, row: int) -> Tensor:
@@ -310,7 +311,7 @@ class SharedPrefixCache(Cache):
             self.suffix_kv = grown
 
     def _drop_unused_prompts(self) -> None:
-        """Drop prompts without rows once they are half of all prompts; more copies would cost more than they save."""
+        """Drop prompts without rows once they are half of all prompts, because each drop copies the other prompts."""
         used = sorted(set(self.group_of))
         if 2 * len(used) <= len(self.prefix.lengths):
             self.prefix = self.prefix.select(used)
@@ -344,8 +345,8 @@ class SharedPrefixCache(Cache):
     ) -> Tensor:
         """Attention over the prompts and the first `columns` of the suffixes. `mask` masks the scores of the suffixes.
 
-        The query heads of a KV head form one matrix; for the prompt, so do all rows of a group. Therefore heads and
-        prompts are never repeated in memory. One softmax covers both parts.
+        The query heads of a KV head form one matrix, which for the prompt covers all rows of a group. Therefore heads
+        and prompts are never repeated in memory. One softmax covers both parts.
         """
         rows, _, repeats, _ = query.shape
         keys, values = self.suffix_kv[layer, :, :rows, :, :columns]

@@ -41,9 +41,10 @@ class _ProbeCase:
 def _cases(model: nn.Module, *, shared: bool, own_step: bool) -> list[_ProbeCase]:
     """Probes that cross every length at which the model's computation may change, if a probe can be that long.
 
-    Effects of positions (scaled queries, rotary tables) need only a few tokens at these positions if prompts are
-    `shared`. Effects of length (windows, chunks) need as many tokens as the length. So does a model's own cache, which
-    may count tokens. An `own_step` replaces the model's code and is therefore also probed at the end of the context.
+    With `shared` prompts, a few tokens at shifted positions test effects of positions (scaled queries, rotary tables).
+    Effects of length (windows, chunks) need a sequence of that length. Without shared prompts all probes need it,
+    because the model's own cache may count tokens. An `own_step` replaces the model's code and is therefore also probed
+    at the end of the context.
     """
     limit, longest_allowed = context_length(causal_lm(model)), longest_probe(model)
     switches = position_switches(model)
@@ -257,7 +258,7 @@ def _shared_candidates(inner: Any) -> tuple[list[Callable[..., Decoder]], str]:
 
 
 def _is_full_attention(inner: nn.Module, layer: Any) -> bool:
-    """Whether a layer's attention is full, or its window covers the model's whole context."""
+    """Whether a sliding-window layer's window covers the model's whole context."""
     context = context_length(inner)
     return type(layer) is DynamicSlidingWindowLayer and context is not None and layer.sliding_window >= context
 

@@ -30,7 +30,7 @@ from keel.rollout.sampling import SamplingParams
 
 
 class Decoder(Protocol):
-    """The interface of decoders: `prefill` reads prompts, `step` takes a token per row, `keep_rows` drops other rows.
+    """The interface of decoders: `prefill` reads prompts, `step` decodes a token per row, `keep_rows` drops other rows.
 
     The scheduler reads `traits`. A decoder with `can_resume` can also export its KV cache, resume from it, and join
     decoders of the same class. A decoder with `traits.graphed` draws on the device, by `begin` and `draw_and_step`.

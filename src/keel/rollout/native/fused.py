@@ -69,7 +69,7 @@ class FusedStep:
 
 
 def draw(state: DecodeState, rows: int, sampling: SamplingParams) -> None:
-    """Draw a token for each of the first `rows` rows. A kernel draws plain samples; torch draws the other kinds."""
+    """Draw a token for each of the first `rows` rows: with kernels, or with torch if greedy or filtered."""
     if sampling.greedy or sampling.filtered:
         state.draw(rows, sampling)
         return
@@ -254,7 +254,7 @@ def join_projections(model: nn.Module) -> None:
                         tensor.data = view
                     joined = True
     if joined and torch.cuda.is_available():
-        torch.cuda.empty_cache()  # free the separate weights, which are smaller than a joined one
+        torch.cuda.empty_cache()  # joined weights cannot reuse the smaller freed blocks
 
 
 def _can_be_joined(tensors: Sequence[Tensor | None]) -> bool:

@@ -407,7 +407,7 @@ def attend(
     """Attention `[B, H·D]` of each row's newest query over its prompt and its own keys. A group reads its prompt once.
 
     Queries and keys in `qkv` `[B, (heads + 2 kv_heads)·D]` are normed and rotated. The newest keys and values are
-    stored. Prompts are split into pieces for parallel programs. If there are few rows, so are the rows' own keys.
+    stored. Prompts are split into pieces for parallel programs. With few rows, the rows' own keys are split too.
     """
     rows, size = len(qkv), qkv.shape[1] // (heads + 2 * kv_heads)
     cos, sin = tables if tables is not None else (qkv, qkv)
@@ -567,7 +567,7 @@ def _draw_kernel(
 
 
 def draw(state: DecodeState, rows: int, temperature: float) -> None:
-    """`DecodeState.draw` without filters, as one kernel: it reads logits once and computes noise in place."""
+    """`DecodeState.draw` without filters, as two kernels. The noise is computed in the kernel and never stored."""
     vocabulary = state.logits.shape[1]
     blocks, size = block_shape(vocabulary)
     mass = torch.empty(rows, blocks, dtype=torch.float32, device=state.logits.device)

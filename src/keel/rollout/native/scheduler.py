@@ -1,4 +1,4 @@
-"""Which rows run, join and leave: the scheduler, which reads counts only, and the batch of rows that it schedules."""
+"""The scheduler, which decides from counts alone which rows run, join and leave, and the batch of running rows."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def buckets(rows: int) -> list[int]:
 
 
 class Scheduler:
-    """Schedules `rows` completions, of which at most `max_batch` (None: all) run at a time.
+    """Schedules completions, of which at most `max_batch` (None: all) run at a time.
 
-    `live` is the number of running rows. `rows` is the number that a step computes; it may include finished rows.
+    The attribute `live` is the number of running rows. The attribute `rows` is the number of rows that a step computes,
+    which may include finished ones.
     """
 
     def __init__(self, rows: int, max_batch: int | None, traits: Traits) -> None:

@@ -149,7 +149,7 @@ class DecodeState:
         self.lengths[:rows] = (self.lengths[:rows] + 1).masked_fill(ended, ENDED)
 
     def feed(self, tokens: Tensor) -> None:
-        """Set the drawn tokens."""
+        """Set the drawn tokens, and add 1 to the lengths of active rows."""
         self.tokens[: len(tokens)] = tokens
         self.lengths.add_(self.lengths >= 0)
 
@@ -165,7 +165,8 @@ class DecodeState:
 def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     """Launch the kernels of this context on a second stream. The yielded function makes the current stream wait.
 
-    Call it before anything reads the results. A device has one second stream, so all callers must use one stream.
+    Call it before anything reads the results. A device has one second stream, so all callers must be on the same
+    current stream.
     """
     if device.type != "cuda":
         yield lambda: None

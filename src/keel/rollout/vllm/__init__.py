@@ -74,7 +74,7 @@ def engine_arguments(
 
 
 def start_error(error: Exception, share: str) -> KeelError:
-    """The error if vLLM does not start; if memory is short, it names the option of vLLM's share."""
+    """The error for a failed start of vLLM. If memory was short, it names `share`, the option of vLLM's share."""
     line = first_line(error)
     return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
 

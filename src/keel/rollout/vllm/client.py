@@ -1,7 +1,7 @@
 """The client of sampling servers (`keel serve`): rows over HTTP, weight syncs with a secret, and recovery.
 
-Rows of a lost server are sampled again by another server, or by the same one once it is back. Noise belongs to the row,
-so the result is the same. A server that comes back gets the weights of the last sync before it samples.
+Rows of a lost server are sampled again by another server, or by the same one once it is back. Noise depends on the row
+alone, so the result is the same. A server that comes back gets the weights of the last sync before it samples.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ logger = logging.getLogger("keel")
 SILENCE_S = 30 * HEARTBEAT_S  # seconds without a heartbeat after which a server counts as lost
 TRIES = 5  # attempts per row
 STATUS_S = 5.0
-LOAD_S = 3600.0  # seconds: limit of a weight load with heartbeats
-UPLOAD_BYTES_S = 2**20  # seconds: a slower upload counts as lost
+LOAD_S = 3600.0  # seconds: limit of a weight load, even with heartbeats
+UPLOAD_BYTES_S = 2**20  # bytes per second; a slower upload counts as lost
 _STATUS = {
     **{"boot": str, "weights": str, "dtype": str, "context": int, "max_lora_rank": int},
     **{"model": dict, "tokenizer": str, "parts": list},
@@ -96,7 +96,7 @@ class Stream:
 
 
 class ServerSampler(VllmSampler):
-    """Samples by the servers of this process; processes share servers if there are too few."""
+    """Samples on this process's servers. Processes share servers if there are fewer servers than processes."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, rollout: RolloutOptions, world: World, *, silence_s: float = SILENCE_S
@@ -291,7 +291,7 @@ class ServerSampler(VllmSampler):
         self.start(rows, drawing)
 
     def _restore(self, server: SamplingServer) -> None:
-        """Send the weights of the last sync to a reachable server, if it has others."""
+        """Reconnect to a server, and send it the weights of the last sync if it has other weights."""
         self._connect(server)
         if server.status["weights"] != self._sync:
             self._send(server)
@@ -372,13 +372,13 @@ class ServerSampler(VllmSampler):
         server.base = (server.status["boot"], self._sync)
 
     def _call_with_heartbeats(self, server: SamplingServer, path: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Make a request that may take long; it fails only if heartbeats stop."""
+        """Make a request that may take up to `LOAD_S`; it fails earlier if heartbeats stop."""
         return server.call("POST", path, timeout_s=self._silence_s, deadline_s=LOAD_S, json=data)
 
     def _send_direct(self, server: SamplingServer, folder: Path) -> bool:
-        """Send full weights by NCCL; returns False if they must be sent as files, until the server restarts.
+        """Send full weights by NCCL; return False if they must be sent as files.
 
-        If the first transfer fails, it raises an error.
+        A failed first transfer raises an error. After a later failure, files are used until the server restarts.
         """
         if not self._nccl:
             return False

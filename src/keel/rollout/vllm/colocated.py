@@ -114,7 +114,7 @@ class ColocatedSampler(VllmSampler):
             engine.step()
 
     def load(self, policy: nn.Module) -> None:
-        """Load all weights tensor by tensor, or the adapter by vLLM's loader; the base is verified once."""
+        """Load all weights as tensors. Under LoRA, load the adapter with vLLM's loader, and verify the base once."""
         self._wake("weights")
         self._salt = secrets.token_hex(8)
         if not is_lora(policy) or not self._part_digests.digests:

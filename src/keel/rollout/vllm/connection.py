@@ -132,7 +132,6 @@ def addresses(urls: Sequence[str]) -> list[str]:
 
 
 def dtype_of(server: SamplingServer) -> torch.dtype:
-    """The dtype of a server's weights."""
     dtype = getattr(torch, server.status["dtype"].removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
         raise KeelError(f"{server} has weights of type {server.status['dtype']!r}, which torch does not know")
@@ -140,7 +139,6 @@ def dtype_of(server: SamplingServer) -> torch.dtype:
 
 
 def digests_of(server: SamplingServer, answer: Mapping[str, Any]) -> dict[str, str]:
-    """The digests in a server's answer."""
     digests = answer.get("digests")
     if not isinstance(digests, dict):
         raise KeelError(f"{server} answers {str(digests)[:40]!r} instead of digests: start keel serve there")
@@ -148,7 +146,7 @@ def digests_of(server: SamplingServer, answer: Mapping[str, Any]) -> dict[str, s
 
 
 def parse_sampled(server: SamplingServer, line: str, vocabulary: int) -> Sampled:
-    """Parse a line of the answer."""
+    """Parse and check a line of a server's answer."""
     try:
         data = json.loads(line)
         if "error" in data:

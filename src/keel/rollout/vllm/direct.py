@@ -1,8 +1,8 @@
-"""Full weights from GPU to GPU by NCCL, to a server on other devices. Experimental: it has not run on a GPU yet.
+"""Send full weights from GPU to GPU by NCCL, to a server on other devices. Experimental: not run on a GPU yet.
 
-The files of a sync are sent, which a server that comes back needs anyway: one process sends, and if a transfer fails,
-the files are uploaded instead. vLLM's API receives (`weight_transfer_config`). Control messages are JSON: NCCL's id is
-passed under the secret, since vLLM's own rendezvous would unpickle it.
+One process sends the tensors in the files of the sync, which a restarted server needs anyway. If a transfer fails, the
+files are uploaded instead. vLLM receives with its API `weight_transfer_config`. Control messages, including NCCL's
+id, are JSON requests with the secret, because vLLM's own rendezvous would unpickle the id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Callable[[str, dict[str, Any]], None]  # runs a step of the transfer (ini
 
 
 class TransferBroken(Exception):
-    """The transfer failed: the weights are sent as files."""
+    """A call of `run_concurrently` did not return in time."""
 
 
 class TensorMeta(NamedTuple):
@@ -51,7 +51,7 @@ class FileSource:
 
 
 class Client:
-    """vLLM's `VLLMWeightSyncClient`: its four calls as requests to keel serve."""
+    """Implements the four calls of vLLM's `VLLMWeightSyncClient` as requests to keel serve."""
 
     def __init__(self, call: Call) -> None:
         self.call: Call = call

@@ -25,7 +25,7 @@ from keel.rollout.request import OpenRow, Request, StopStrings, Turn, open_rows
 from keel.rollout.sampling import SamplingParams
 
 PROTOCOL = 2  # version of the protocol, equal for client and server
-HEARTBEAT_S = 1.0  # clients without one for much longer consider the server lost
+HEARTBEAT_S = 1.0  # seconds between heartbeats; after 30 missing ones, a client considers the server lost
 TRAINING = "x-keel-training"  # header: the id of the training, the same for all of its processes
 EXTRA = "keel"  # the key in vLLM's `extra_args`
 _DRAWING = ("temperature", "top_p", "top_k", "min_p")
@@ -90,7 +90,7 @@ def vllm_prompt(row: Row, salt: str) -> dict[str, Any]:
 def vllm_params(row: Row, drawing: Drawing) -> Any:
     """vLLM's parameters of a row: greedy, since Keel's logits processor draws the token (`sampler.py`).
 
-    Both log-probabilities are requested if they differ; with `ignore_eos` only `eos_ids` end a row.
+    Both log-probabilities are requested if they differ. vLLM ignores its own EOS, so only `eos_ids` end a row.
     """
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
@@ -113,8 +113,10 @@ def vllm_params(row: Row, drawing: Drawing) -> Any:
 
 
 def sampled(row_id: str, output: Any) -> Sampled:
-    """The result of a row from vLLM's output: the chosen token's logprob is the one after filters; the other entry, if
-    any, is the one before filters."""
+    """Convert vLLM's output of a row.
+
+    The chosen token's logprob is the one after filters. Another entry, if any, holds the one before filters.
+    """
     tokens = tuple(int(token) for token in output.token_ids)
     after, before = [], []
     for token, numbers in zip(tokens, output.logprobs or (), strict=True):

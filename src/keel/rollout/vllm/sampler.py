@@ -1,8 +1,8 @@
 """A logits processor for vLLM that draws each row's token with Keel's noise.
 
 The noise is a pure function of (seed, attempt, step, problem, sample, position), as in the native engine, so a row
-sampled again after a crash is the same. The processor keeps only the drawn token, with its log-probability after
-filters as logit, and stores the one before filters on a neighbour token: vLLM samples greedily and reports logits.
+sampled again after a crash is the same. vLLM samples greedily and reports logits. So the processor keeps only the drawn
+token, whose logit is its log-probability after filters. The one before filters is the logit of a neighbour token.
 """
 
 from __future__ import annotations
@@ -105,8 +105,10 @@ def _on_device(numbers: list[int], like: Tensor) -> Tensor:
 
 
 def drawn_logits(logits: Tensor, params: SamplingParams, keys: Tensor, positions: Tensor) -> Tensor:
-    """Logits `[B, V]` with only the drawn token, at its log-probability after filters; if the one before filters
-    differs (it is smaller), it is stored on the next token."""
+    """Logits `[B, V]` with only the drawn token, at its log-probability after filters.
+
+    If the log-probability before filters is smaller, it is stored on the next token.
+    """
     noise = None
     if not params.greedy:
         noise = gumbel(keys, positions, sum(block_shape(logits.shape[-1])))

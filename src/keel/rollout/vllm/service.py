@@ -32,7 +32,7 @@ BUSY_TIMEOUT_S = 10.0  # seconds that a sync waits for rows of another training 
 _FILE = re.compile(r"weights-\d{5}\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
-STEPS = {  # steps of an NCCL transfer and their allowed keys, without those that make vLLM fetch or unpickle data
+STEPS = {  # allowed keys of each step of an NCCL transfer; keys that make vLLM fetch or unpickle data are left out
     "init": {"nccl_unique_id_b64", "rank_offset", "world_size", "packed", "packed_buffer_size_bytes"}
     | {"packed_num_buffers"},
     "start": set(),
@@ -51,7 +51,7 @@ class Backend:
         raise NotImplementedError
 
     async def generate(self, row: Row, drawing: Drawing) -> Sampled:
-        """One completion."""
+        """Sample one row."""
         raise NotImplementedError
 
     async def load(self, folder: Path, adapter: bool) -> None:
@@ -59,7 +59,7 @@ class Backend:
         raise NotImplementedError
 
     async def transfer(self, step: str, info: dict[str, Any]) -> None:
-        """A step of an NCCL transfer: init once, then start, update and finish."""
+        """Run a step of an NCCL transfer: init once, then start, update and finish."""
         raise NotImplementedError
 
     async def digests(self, ranks: dict[str, int] | None) -> dict[str, str]:
@@ -91,7 +91,7 @@ class Service:
         self.streams: dict[object, str] = {}  # running requests and their training id
         self.arriving = Counter[str]()  # open PUTs by sync
         self.work = set[asyncio.Task[tuple[dict[str, Any], int]]]()
-        self.ended = ""  # why the backend died
+        self.ended = ""  # the error that ended the backend
         self.on_end: Callable[[], None] = lambda: None
 
     def app(self) -> Starlette:
@@ -144,7 +144,7 @@ class Service:
         return StreamingResponse(lines, media_type="application/x-ndjson")
 
     async def _lines(self, rows: list[Row], drawing: Drawing, epoch: int, training: str) -> AsyncIterator[str]:
-        """A line for each finished row, and an empty line as heartbeat."""
+        """Yield a JSON line for each finished row, and an empty line as heartbeat."""
         stream = object()
         tasks = set[asyncio.Task[Sampled]]()
         try:

@@ -25,7 +25,7 @@ SHARD_BYTES = 2**30  # bytes of one file
 
 
 def process_folder(kind: str) -> Path:
-    """A temporary folder of this process; folders of killed processes are removed."""
+    """Create a temporary folder for this process, and remove the folders of processes that no longer run."""
     namespace = Path("/proc/self/ns/pid")  # process ids are unique per machine and PID namespace
     where = f"{platform.node()}-{namespace.stat().st_ino if namespace.exists() else 0}"
     prefix = f"keel-{kind}-{where}-"
@@ -68,7 +68,7 @@ class Part:
         return tensor if self.dim is None else tensor.narrow(self.dim, self.start, self.size)
 
     def digest(self, tensor: Tensor) -> str:
-        """The digest of the part's own values."""
+        """The digest of `tensor`, the values of this part."""
         return fingerprint_tensors([(str(self), tensor.contiguous())])
 
 
@@ -146,7 +146,10 @@ def check_buffers(policy: nn.Module) -> None:
 
 
 def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, *, sent: bool = True) -> int:
-    """The number of compared weights; refuses a sampler whose weights, `sent` or its own, differ from the policy's."""
+    """Compare a sampler's digests with the policy's; return their number, or raise if any differ.
+
+    `sent` means that the policy's weights were sent; otherwise the sampler has loaded its own.
+    """
     foreign = sorted(set(held) - set(expected))
     missing = foreign or sorted(set(expected) - set(held))
     if missing:
@@ -226,7 +229,7 @@ class PartDigests:
         self.digests: dict[str, str] = {}
 
     def recorded(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors and record the digests of their parts; tensors without a part under their own name."""
+        """Yield the tensors and record the digests of their parts. A tensor without parts is recorded as a whole."""
         self.digests = {}
         for name, tensor in named:
             for part in self._by_name.get(name, [Part(name)]):

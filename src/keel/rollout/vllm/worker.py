@@ -43,7 +43,7 @@ class KeelWorker:
         return device_id(self.device) if self.device.type == "cuda" else str(self.device)
 
     def keel_alive(self) -> None:
-        """Answer."""
+        """Return, to show that this worker responds."""
 
     def keel_watch(self, server: int) -> None:
         """End this worker and vLLM's parent process when the server dies, to free the GPU."""
@@ -69,7 +69,7 @@ class KeelWorker:
     def keel_adapter(self, adapter: int, ranks: dict[str, int]) -> dict[str, str]:
         """The digests of the adapter's matrices in its slot, by the layer's checkpoint name, each cut to its rank.
 
-        Matrices must be 0 beyond a layer's rank (0 for layers without an adapter); others get an invalid digest.
+        A layer without an adapter has rank 0. A layer whose matrices are not 0 beyond its rank gets an invalid digest.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         if adapter not in manager.lora_index_to_id:
