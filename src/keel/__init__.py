@@ -1,4 +1,4 @@
-"""Keel: GRPO on verifiable rewards with a KL term that can be trusted."""
+"""Keel: GRPO on verifiable rewards with a verified KL term."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Rooms are imported when they are first asked for: `import keel` does not load torch."""
+    """Import a room on its first access, so that `import keel` does not load torch."""
     if name in _PARTS:
         return importlib.import_module(f"keel.{name}")
     if name in _NAMES:

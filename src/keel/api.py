@@ -1,6 +1,6 @@
 """The Python API: `keel.train` and `keel.evaluate`; the commands `keel train` and `keel sft` use it too.
 
-It adds findings and the report at the end of a run to `keel.run.train.run_training`.
+It calls `keel.run.train.run_training`, and adds findings and the report at the end of a run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def train(
 
 
 def _check_arguments(task: Any, reward: Any) -> None:
-    """Check the types, for example if overrides are passed as the second argument."""
+    """Check the argument types. A common mistake is to pass overrides as the second argument."""
     try:
         if task is not None:
             check_is_task(task, "keel.train: the task is")
@@ -116,7 +116,7 @@ def evaluated_models(
     model: str, tasks: Sequence[str], overrides: Sequence[str], checkpoint: str | None, baseline: str | None
 ) -> tuple[ModelRef, ModelRef | None, list[str]]:
     """The model and the baseline of `evaluate`, not loaded yet, and the data options of `tasks`."""
-    # with given tasks, data options are for them and not for the task that the run was trained on
+    # if `tasks` are given, data options apply to them, and not to the task that the run was trained on
     data = [item for item in overrides if tasks and _is_data(item)]
     model_overrides = [item for item in overrides if item not in data]
     model_ref = resolve_model(model, model_overrides, checkpoint)

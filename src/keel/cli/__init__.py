@@ -22,9 +22,9 @@ def main(argv: list[str] | None = None, app: typer.Typer = app) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # print ? instead of raising where the encoding lacks ‖
+            stream.reconfigure(errors="replace")  # print ? for characters that the encoding lacks, such as ‖
     if process_count() > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # not every rank logs a closed connection
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise every rank logs closed connections
     if process_rank() > 0:
         os.environ.setdefault("TQDM_DISABLE", "1")  # only rank 0 shows a progress bar
     command = typer.main.get_command(app)

@@ -158,7 +158,7 @@ def _preflight(
 
 
 def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool) -> tuple[str, Diagnosis]:
-    """Test the user's TRL trainer; output of its code goes to stderr, so that --json prints only data."""
+    """Test the user's TRL trainer. Its code prints to stderr, so that --json prints only data."""
     from keel.doctor.thresholds import thresholds_of
 
     limits = thresholds_of({}, threshold)
@@ -172,7 +172,7 @@ def _of_trainer(spec: str, threshold: list[str], *, as_json: bool, verbose: bool
 
 @contextmanager
 def _progress(as_json: bool, verbose: bool, names: Sequence[str]) -> Iterator[Callable[[Outcome, float], None] | None]:
-    """The callback after each probe: a progress bar on a terminal, or one line each with `--verbose`."""
+    """Yield the callback for finished probes: it advances a progress bar, or prints a line with `--verbose`."""
     from rich.console import Console
 
     console = Console(stderr=True)

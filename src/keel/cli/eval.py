@@ -136,7 +136,7 @@ def eval(
 
 
 def _check_tasks(overrides: list[str], task: list[str] | None) -> None:
-    """Refuse tasks from both --task and overrides."""
+    """Refuse overrides that name tasks together with --task."""
     from keel.run.model_ref import names_tasks
 
     clash = next((override for override in overrides if names_tasks([override])), None)

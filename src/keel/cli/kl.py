@@ -133,7 +133,7 @@ def kl(
 
 
 def _prompt_source(file: Path | None, task: str | None, params: list[str]) -> Any:
-    """The prompts of the file, the task, or None; checked before a model is loaded."""
+    """Return the prompts of the file, or the task, or None. Errors are raised before a model is loaded."""
     if file is not None and task is not None:
         raise KeelError("--prompts and --task exclude each other: give one")
     if params and task is None:
@@ -255,7 +255,7 @@ def verify(
 
 
 def _peers(as_json: bool) -> int:
-    """Verify the KL terms of installed trainers, printing each at once: importing a trainer takes seconds."""
+    """Verify the KL terms of installed trainers. Print each result at once, because importing a trainer is slow."""
     from contextlib import redirect_stdout
 
     from keel.integrations.formulas import lines, peers

@@ -105,9 +105,8 @@ def _status(exits: Mapping[int, int], nproc: int, resume: str = "") -> int:
     own = [status for status in exits.values() if status > 0]
     if own:
         return own[0]
-    killed = {
-        rank: -status for rank, status in exits.items() if status != -signal.SIGTERM
-    }  # the launcher sends SIGTERM
+    # the launcher ends the other ranks with SIGTERM
+    killed = {rank: -status for rank, status in exits.items() if status != -signal.SIGTERM}
     for rank, number in killed.items():
         name = signal.Signals(number).name
         others = ", which ended the other ranks" if nproc > 1 else ""

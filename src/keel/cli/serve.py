@@ -125,7 +125,7 @@ def serve(
     loaded = resolve_model(model, ["model.device=cpu"]).load()  # leave the GPU to vLLM
     with tempfile.TemporaryDirectory(prefix="keel-serve-model-") as folder:
         base = causal_lm(loaded.model)
-        if is_lora(loaded.model):  # only the base: the trainer sends the adapter
+        if is_lora(loaded.model):  # save only the base: the trainer sends the adapter
             base.config.save_pretrained(folder)
             loaded.tokenizer.save_pretrained(folder)
             save_shards(checkpoint_weights(loaded.model, loaded.dtype), Path(folder))

@@ -104,13 +104,13 @@ def _check_distillation(config: Config) -> None:
 
 
 def kl_terms(kl: KLOptions) -> dict[str, KLTermOptions]:
-    """The KL terms by the section that holds them: the reference's, and a teacher's beside it."""
+    """The KL terms by section: `kl` for the reference and, if it is set, `kl.teacher`."""
     return {"kl": kl} if kl.teacher is None else {"kl": kl, "kl.teacher": kl.teacher}
 
 
 @contextmanager
 def _named(option: str) -> Iterator[None]:
-    """Errors of a term other than `kl` begin with its section, since they name options of `kl`."""
+    """Prefix errors of a term other than `kl` with its section, since their messages name options of `kl`."""
     try:
         yield
     except KeelError as error:
@@ -118,8 +118,9 @@ def _named(option: str) -> Iterator[None]:
 
 
 def kl_pairing(config: Config, term: KLTermOptions | None = None, *, off_policy: bool | None = None) -> Pairing:
-    """The checked pairing of a KL term (by default the reference's) under this loss. `off_policy` overrides what the
-    options imply.
+    """The checked pairing of a KL term (by default the reference's) under this loss.
+
+    `off_policy` overrides `config.off_policy`.
     """
     term = term or config.kl
     return term.pairing(
@@ -162,7 +163,7 @@ def _reference(config: Config) -> None:
 
 
 def _check_server(config: Config, section: str) -> None:
-    """Refuse what needs more of a teacher than a server returns: its top tokens, at temperature 1."""
+    """Refuse options that a teacher on a server does not support: it returns only its top tokens, at temperature 1."""
     option, term = ("kl.teacher", config.kl.teacher) if section == "kl.teacher" else ("kl", config.kl)
     assert term is not None
     if over_vocabulary(term.estimator) and not term.estimator.startswith("topk"):

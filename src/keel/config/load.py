@@ -196,7 +196,7 @@ def _override(override: str) -> Iterator[Setting]:
 
 
 def set_option(tree: dict[str, Any], name: str, value: Any) -> None:
-    """Set a dotted name in nested dicts; a null section on the way becomes a dict."""
+    """Set a dotted name in nested dicts; null sections on the path become dicts."""
     *path, leaf = name.split(".")
     node = tree
     for depth, part in enumerate(path):
@@ -245,7 +245,7 @@ _NAMES = option_names(Config)
 
 
 def _instead(name: str, value: Any) -> str:
-    """Advice for a value in place of a section: set the section's first option if the value fits it."""
+    """Advice if a value is given where a section is expected: set the section's first option if the value fits."""
     item = _items(name.partition("[")[0])
     section = item or _section(name)
     if section is None or not section.model_fields:  # the section has no options to suggest
@@ -321,15 +321,14 @@ def _names_data(override: str) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether this is a run folder."""
     return path.is_dir() and (path / "config.yaml").is_file()
 
 
 def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[str] = ()) -> tuple[str, list[str]]:
     """Return the configuration's path and the overrides that it implies.
 
-    Without a path this is `default`, or `own_data` if the overrides name data (the warm start of `default` is for its
-    own task). `--resume RUN` keeps writing to the folder RUN, even if that folder was moved.
+    Without a path this is `default`, or `own_data` if the overrides name data, since the warm start of `default` is
+    for its own task. `--resume RUN` keeps writing to the folder RUN, even if that folder was moved.
     """
     if len(paths) > 1 + resume:
         extra = paths[1 + resume]

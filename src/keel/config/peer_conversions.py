@@ -1,6 +1,6 @@
 """Conversions of peers' KL terms and of their counts of prompts, completions, updates and steps.
 
-TRL's steps are optimizer updates, of which one batch of rollouts may serve several; Keel counts batches. TRL raises
+Keel's steps are batches of rollouts. TRL's steps are optimizer updates, and one batch may have several. TRL raises
 `global_step` once per `gradient_accumulation_steps` slices, and generates once per `steps_per_generation` ×
 `num_iterations` slices (GRPOTrainer 1.16, `_prepare_inputs`). So one batch has num_iterations × minibatches updates
 with minibatches = steps_per_generation / gradient_accumulation_steps.
@@ -46,7 +46,7 @@ def _is_on(given: Given, coefficient: str) -> bool:
 
 
 def beta(given: Given) -> Options:
-    """A coefficient; with TRL's teacher, the weight that selects the divergence, whose coefficient is 1."""
+    """The coefficient. With TRL's teacher it is the weight that selects the divergence, and the coefficient is 1."""
     if given.settings.keys().isdisjoint(("lmbda", "teacher_model_name_or_path", "teacher_model")):
         return given.to(given.value)
     weight = number(given.name, given.value, "with a teacher it is between 0 and 1")
@@ -58,7 +58,7 @@ def beta(given: Given) -> Options:
 
 
 def distillation_mode(given: Given) -> Options:
-    """verl's estimator of the KL to the teacher; as a loss, verl differentiates its value."""
+    """verl's estimator of the KL to the teacher. Without use_policy_gradient, verl differentiates its value."""
     scored = given.get(D + "use_policy_gradient") is True
     return {**choice(given), **({} if scored else gradient(given))}
 
@@ -93,7 +93,7 @@ def use_kl_penalty(given: Given) -> Options:
 
 
 def coefficient(given: Given) -> Options:
-    """A number is the coefficient; in verl and TRL's PPO the name selects an estimator."""
+    """The coefficient. An estimator's name is refused: verl and TRL's PPO use this option for the estimator."""
     if str(given.value) in given.values:
         use = f"set kl.estimator={given.values[str(given.value)]}, and kl.beta above 0"
         raise KeelError(f"{given.name}={given.value} names an estimator: {use}")
@@ -162,7 +162,7 @@ def mismatch_floor(given: Given) -> Options:
 
 
 def gradient(given: Given) -> Options:
-    """The estimator in a peer's loss, which differentiates its value; a + means k2's gradient with another value."""
+    """The gradient of an estimator in a peer's loss: that of its value, or k2's if its name ends in +."""
     return {"kl.gradient": "k2" if str(given.value).endswith("+") else "plain"}
 
 
@@ -198,10 +198,10 @@ def trl_minibatches(given: Given) -> Options:
 
 
 def per_device(given: Given) -> Options:
-    """TRL counts completions: per device × slices of a batch of rollouts."""
+    """TRL sets the completions per device and slice; a batch of rollouts has several slices."""
     completions = whole(given.name, given.value)
     if given.get("generation_batch_size") is not None:
-        return {}  # it gives the total
+        return {}  # generation_batch_size gives the total
     (steps, _), group = slices(given), group_size(given.settings)
     prompts, remainder = divmod(completions * steps, group)
     if remainder:
@@ -272,7 +272,7 @@ def batch_epochs(given: Given) -> Options:
 
 
 def _batches(given: Given, name: str, value: Any) -> int:
-    """A number of TRL's steps, or a share of max_steps below 1, in batches."""
+    """Convert a number of TRL's steps, or a share of max_steps below 1, to batches."""
     steps = number(name, value, "give a number of steps")
     if 0 < steps < 1:
         total = given.first("max_steps", "run.max_steps")
@@ -303,7 +303,7 @@ def max_steps(given: Given) -> Options:
 
 
 def by_steps(given: Given) -> Options:
-    """A period, which TRL reads only if its strategy is `steps`."""
+    """A period in steps. TRL reads it only if the strategy is `steps`."""
     strategies = ("save_strategy",) if given.name == "save_steps" else ("eval_strategy", "evaluation_strategy")
     if given.value == -1:  # never, in OpenRLHF
         return given.to(0) if given.target == "eval.every" else {}
@@ -328,7 +328,7 @@ def save_strategy(given: Given) -> Options:
 
 
 def epochs(given: Given) -> Options:
-    """Passes over the data, which a peer reads only if no number of steps is given."""
+    """Passes over the data. A peer reads them only if no number of steps is given."""
     total = given.first("trainer.total_training_steps", "max_steps", "run.max_steps")
     if total is None or total == -1:
         raise given.refused("Keel counts steps, not passes over the data; set run.max_steps by hand")
@@ -336,7 +336,7 @@ def epochs(given: Given) -> Options:
 
 
 def verl_warmup(given: Given) -> Options:
-    """A share of the steps, which verl reads if lr_warmup_steps is negative or not given."""
+    """A share of the steps. verl reads it if lr_warmup_steps is negative or not given."""
     steps = given.get(A + "optim.lr_warmup_steps")
     ratio = number(given.name, given.value, "give a share of the steps")
     if ratio == 0 or (isinstance(steps, int) and steps >= 0):

@@ -116,7 +116,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def group_size(settings: Settings, default: int = 8) -> int:
-    """Completions per problem, under any of their names, or Keel's default."""
+    """Completions per problem, under any trainer's name for them, or `default`."""
     names = data()["same"]["rollout.num_generations"]
     known = [full(peer, name) for peer, shared in names.items() for name in shared.split()]
     given = next((name for name in ("rollout.num_generations", *known) if settings.get(name) is not None), None)
@@ -177,7 +177,7 @@ def choice(given: Given) -> Options:
 
 
 def needless(given: Given) -> Options:
-    """No option: Keel always behaves like the row's values, and other values are refused."""
+    """Return no option, because Keel always behaves like the row's values; refuse other values."""
     fits = [(isinstance(value, bool), value) for value in given.values]
     if fits and (isinstance(given.value, bool), given.value) not in fits:
         raise given.refused(given.reason)
@@ -185,7 +185,7 @@ def needless(given: Given) -> Options:
 
 
 def refuse(given: Given) -> Options:
-    """Refuse a name with another meaning; the row's advice may contain {value}."""
+    """Refuse an option whose name has another meaning in Keel; the row's advice may contain {value}."""
     raise given.refused(given.reason.replace("{value}", text.dump(given.value)))
 
 
@@ -193,7 +193,7 @@ def refuse(given: Given) -> Options:
 
 
 def one_gpu(given: Given) -> Options:
-    """GPUs of one sampler; in the trainer's process it is 1."""
+    """The number of GPUs per sampler; vLLM in the trainer's process uses 1."""
     if (size := whole(given.name, given.value)) == 1:
         return {}
     raise given.refused(
@@ -233,7 +233,7 @@ def fsdp(given: Given) -> Options:
 
 
 def fsdp_size(given: Given) -> Options:
-    """The devices that together hold one copy; verl's -1 is all devices."""
+    """The number of devices that hold one copy of the weights; verl's -1 is all devices."""
     if given.value == 1:
         return {"parallel.sharding": "none"}
     return {} if given.value in (-1, 0, None) else {"parallel.sharding": "hybrid", **given.to(given.value)}
@@ -259,7 +259,7 @@ def optimizer_offload(given: Given) -> Options:
 
 
 def datasets(given: Given) -> Options:
-    """One path, or several in one string."""
+    """A path, a list of paths, or paths in one string, separated by semicolons."""
     value = given.value
     paths = [part.strip() for part in value.split(";") if part.strip()] if isinstance(value, str) else value
     return given.to(paths[0] if isinstance(paths, list) and len(paths) == 1 else paths)

@@ -40,7 +40,7 @@ UNSUPPORTED_SECTIONS = {
     "reward_model": "rewards are functions, named in rewards: [{name, weight}]",
 }
 
-# Conversions too short for a function of their own; the others are functions of these modules.
+# Short conversions; the longer ones are functions in MODULES.
 CONVERSIONS: Mapping[str, Convert] = {
     "unchanged": lambda given: given.to(given.value),
     "is_set": lambda given: given.to(bool(given.value)),
@@ -102,7 +102,7 @@ class Alias:
         return Given(self.name, self.target, self.reason, self.values, value, settings)
 
     def unread(self, value: Any, settings: Settings) -> str | None:
-        """When the other trainer reads the option (may be empty), if it ignores it here; otherwise None."""
+        """None if the other trainer reads the option here, else the condition under which it does (may be empty)."""
         given = self._given(value, settings)
         return next((note for test, note in map(CONDITIONS.__getitem__, self.when) if not test(given)), None)
 
@@ -207,9 +207,8 @@ def _named(name: str) -> Alias | None:
         return table()[name]
     if "." not in name and "_" not in name:
         return None
-    rows = (
-        (whole, alias) for whole, alias in table().items() if not whole.startswith("distillation.")
-    )  # the full name
+    # names in `distillation` must be given in full
+    rows = ((whole, alias) for whole, alias in table().items() if not whole.startswith("distillation."))
     endings = [alias for whole, alias in rows if whole.endswith(f".{name}")]
     return endings[0] if len({alias.target for alias in endings}) == 1 else None
 

@@ -121,7 +121,7 @@ class Config(Options):
 
     @property
     def teachers(self) -> dict[str, tuple[str | Mapping[str, str], Mapping[str, Any]]]:
-        """The model of each teacher, or its models by task, and its parameters, by the section that names it."""
+        """Each teacher's model (or models by task) and parameters, by the section that names the teacher."""
         named: dict[str, tuple[str | Mapping[str, str], Mapping[str, Any]]] = {}
         params = dict(self.reference.params)
         if self.reference.kind in ("auto", "frozen") and (model := params.pop("model", None)) is not None:

@@ -1,1 +1,1 @@
-"""Analysis of runs: doctor, report, studies, plans. Nothing here runs inside a training step."""
+"""Analysis of runs: reports, studies, plans, drift. Nothing here runs inside a training step."""

@@ -46,8 +46,9 @@ def export(source: str, folder: str | Path, *, checkpoint: str | None = None, me
 
 
 def _merge_adapter(model_ref: ModelRef, folder: Path, target: Path) -> None:
-    """The base with the adapter's update added to its weights, in the ordinary format, with the adapter's card."""
-    model = model_ref.config.model.model_copy(update={"quantization": None})  # no merging into it
+    """Write the base with the adapter's update added to its weights, and the adapter's card."""
+    # adapters cannot be merged into quantized weights
+    model = model_ref.config.model.model_copy(update={"quantization": None})
     loaded = replace(model_ref, config=model_ref.config.model_copy(update={"model": model})).load()
     save_weights(target, merge(loaded.model), loaded.tokenizer)
     card = folder / CARD

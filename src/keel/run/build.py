@@ -58,13 +58,13 @@ from keel.trainer.state import TrainingRun
 def build_policy(config: Config, weights: Path | None = None, *, probe: bool = True) -> LoadedModel:
     """Load the policy; `weights` is a checkpoint or warm start of this run, used instead of the named model.
 
-    Without `probe` a model whose padded rows change its logits is not refused, so that it can be examined.
+    `probe=False` accepts a model whose padded rows change its logits, so that the doctor can examine it.
     """
     model = config.model
     for folder in (model.lora and model.lora.adapter, model.name):  # it may be another run's checkpoint
         if folder and weights is None:
             check_model(Path(folder).expanduser())
-    check_teachers(config)  # before a warm start
+    check_teachers(config)  # fail before a warm start
     with memory_guard("loading the policy", lambda: _smaller_policy(config)):
         loaded = load_model(model if weights is None else model.at(weights), seed=config.run.seed, probe=probe)
     return replace(loaded, name=model.name)
@@ -101,7 +101,10 @@ def build_run(
     reward: RewardFunction | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Built:
-    """Everything that a step needs; the reference is the current policy. Close `Built.run` after use."""
+    """Build everything that a step needs. Close `Built.run` after use.
+
+    Unless `reference.model` names a teacher, the reference is the current policy.
+    """
     with memory_guard("building the run", lambda: _copies_remedy(config)), ExitStack() as on_error:
         built = _build_run(config, loaded, task, reward, world, on_error)
         on_error.pop_all()
@@ -120,7 +123,7 @@ def _check_same(what: str, digest: str, world: World) -> None:
 
 
 def _copies_remedy(config: Config) -> Remedy:
-    """Advice for less memory beside the policy: offload its frozen copy, or train fewer parameters."""
+    """The remedy if copies of the policy do not fit: offload the reference, else load smaller weights."""
     if config.model.lora is None and not config.reference.params.get("offload"):
         return Remedy("reference.offload", "false", "true")
     return _smaller_policy(config)
@@ -148,7 +151,7 @@ def _build_run(
     layout = build_layout(config, loaded, world)
     ahead = config.rollout.max_staleness > 0
     tokenizer = deepcopy(loaded.tokenizer) if ahead else loaded.tokenizer  # fast tokenizers are not thread-safe
-    engine_world = world.new_group() if ahead else world  # a sync may use collectives too, in either thread
+    engine_world = world.new_group() if ahead else world  # collectives of a sync must not mix with the other thread's
     engine = build_engine(sampler, loaded.model, tokenizer, own_weights=layout.sharded or ahead, world=engine_world)
     on_error.callback(engine.close)
     _check_ahead(config, engine, loaded, layout.sharded)
@@ -211,7 +214,7 @@ def _build_run(
 
 
 def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
-    """Notes on a GPU run: dtypes, fallbacks, and what was switched off."""
+    """Notes on a GPU run: dtypes, fallbacks, smaller passes, cuDNN's attention."""
     weights = run.policy.dtype
     dtype = DTYPES.get(sampler.dtype, weights)
     copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's are"
@@ -247,7 +250,7 @@ def _sampler_differs(
 
 
 def _turn_notes(config: Config, task: Task) -> list[str]:
-    """A note on a multi-turn task with one turn."""
+    """A note if a multi-turn task is limited to one turn."""
     if not task.multi_turn or config.rollout.max_turns > 1:
         return []
     return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: tool calls get no answer"]
@@ -266,7 +269,7 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
 def build_collector(
     config: Config, engine: Engine, task: Task, tokenizer: Any, judge: Judge, world: World = SINGLE_PROCESS
 ) -> Collector:
-    """The collector of groups from an engine. Episodes that call the engine themselves get an endpoint."""
+    """Build the collector of groups. Episodes that call the engine themselves get an endpoint."""
     collector = PlayCollector if task.plays else Collector
     return collector(
         engine,
@@ -371,7 +374,9 @@ def build_warmstart(
         ]
         source: Any = mixture(remaining) if len(remaining) > 1 else remaining[0]
         examples = gold_examples(source, encoder, loaded.tokenizer, reply=renderer.reply, draws=draws, **shared)
-    passes = config.optim.model_dump(include={"microbatch_tokens", "precision"})  # the other events belong to the run
+    passes = config.optim.model_dump(
+        include={"microbatch_tokens", "precision"}
+    )  # other options of `optim` are for the run
     return SftInputs(examples, start, OptimOptions(**passes))
 
 

@@ -89,8 +89,11 @@ def _named_tasks(model_ref: ModelRef, names: Sequence[str], data: Sequence[str] 
 
 
 def _task_config(model_ref: ModelRef, spec: TaskOptions, data: Sequence[str]) -> Config:
-    """A configuration with this task. A task without data of its own reads the data of a bare model, or of a run that
-    trains on a task of this name, with the overrides in `data`."""
+    """A configuration with this task and the overrides in `data`.
+
+    A task without a `data` parameter reads the `data` section of the model's configuration, if that configuration names
+    no task or this one.
+    """
     shared = (not model_ref.has_tasks or spec.name == model_ref.config.task.name) and "data" not in spec.params
     source = model_ref.config.data.source if shared else {}
     return load_config({"task": {"name": spec.name, **spec.params}, "data": source}, data)

@@ -27,7 +27,7 @@ from keel.trainer.optim import resolve_amp_dtype
 
 Sharding = Literal["none", "full", "hybrid"]
 REDUCE_ITEMSIZE = 4  # bytes: gradients and scores are summed in fp32
-ROWS = 10  # tensors [B, T] of the whole batch on every device
+ROWS = 10  # number of [B, T] tensors of the whole batch on every device
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def shape_of(model: nn.Module) -> ModelShape:
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """`devices`, of which each `shards` hold one copy of the weights; with `shards=1` each has a full copy."""
+    """`devices` in groups of `shards`; each group holds one copy of the weights. With `shards=1` each device does."""
 
     devices: int = 1
     sharding: Sharding = "none"
@@ -100,12 +100,12 @@ class DeviceLayout:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """What a run stores beside the policy. Item sizes are in bytes.
+    """The tensors that a run stores beside the policy. Item sizes are in bytes.
 
-    `pass_itemsize` is that of gathered blocks (None: the weights'), `sampler_itemsize` of the sampler's copy (None:
-    the weights', copied only if they are sharded; 0: the engine is not Keel's). `reference` is a separate model,
-    `masters` its fp32 moving average. With `exact` KL the reference's head stays gathered for the update. `teacher` is
-    another copy of the policy.
+    `pass_itemsize` is the item size of gathered blocks (None: that of the weights). `sampler_itemsize` is the item size
+    of the sampler's copy (None: that of the weights, copied only if they are sharded; 0: the engine is not Keel's).
+    `reference` is whether the reference is a separate model, `masters` whether it has an fp32 moving average. With
+    `exact` KL the reference's head stays gathered for the update. `teacher` counts as another copy of the policy.
     """
 
     pass_itemsize: int | None = None
@@ -138,7 +138,9 @@ def resident_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout) -> d
 
 
 def transient_bytes(shape: ModelShape, job: RunMemory, layout: DeviceLayout, tokens: int) -> dict[str, int]:
-    """Bytes on a device during a pass, by part, without activations and KV cache; `tokens` counts a step's completions.
+    """Bytes on a device during a pass, by part, without activations and KV cache.
+
+    `tokens` is the number of completion tokens in a step.
 
     The current block, the next one and the parameters outside of blocks are gathered; the backward pass adds the full
     gradients of a block and of the rest, and the buffer of the reduce-scatter.
@@ -233,7 +235,7 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
 
 
 def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) -> RolloutOptions:
-    """`rollout` with its dtype resolved: on a GPU that of the training passes, which is faster and matches them."""
+    """Resolve `rollout.dtype`: on a GPU, `auto` is the dtype of the training passes, which is faster and matches."""
     rollout = config.rollout
     own = rollout.named_engine.name in ENGINES
     if rollout.dtype != "auto" or not own or amp_dtype is None or device != "cuda":
@@ -244,7 +246,7 @@ def sampler_options(config: Config, device: str, amp_dtype: torch.dtype | None) 
 
 
 def run_memory(config: Config, loaded: LoadedModel, device: str) -> RunMemory:
-    """What this run stores beside the policy's weights on such a device."""
+    """The tensors that this run stores beside the policy on a device of this type (`cpu` or `cuda`)."""
     amp_dtype = resolve_amp_dtype(config.optim, loaded.dtype, loaded.device)
     sampler = sampler_options(config, device, amp_dtype)
     same = sampler.dtype == "auto" or DTYPES[sampler.dtype] == loaded.dtype

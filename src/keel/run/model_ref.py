@@ -76,7 +76,7 @@ def names_tasks(overrides: Sequence[str]) -> bool:
 def saved_steps(run: Path) -> list[Path]:
     """The folders of a run's checkpoints, of training or `keel sft`, oldest first.
 
-    Damaged ones are included: skipping one would silently give another model than the requested one.
+    Damaged ones are included, because skipping one would silently select another checkpoint.
     """
     return step_folders(run / "checkpoints")
 

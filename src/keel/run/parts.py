@@ -56,8 +56,8 @@ def without_long_prompts(
 ) -> tuple[Task, list[str]]:
     """For `data.truncation: drop`, the task without prompts that are too long, and a note with their number.
 
-    A task that generates its problems is refused if this is `required`. For a task that reads data, prompts with
-    control tokens are refused here, before any is sampled.
+    With `required`, a task that generates its problems is refused. For a task that reads data, prompts with control
+    tokens are refused here, before any is sampled.
     """
     if config.data.truncation != "drop":
         _check_rows(build_renderer(config, tokenizer), task)
@@ -126,7 +126,7 @@ def check_teachers(config: Config) -> None:
 
 
 def check_task_teachers(section: str, model: str | Mapping[str, str], task: Task) -> None:
-    """Refuse teachers by task if a task has none, or if there is no such task."""
+    """Check that teachers by task name every task of the run, and no other."""
     if isinstance(model, str):
         return
     labels = task.labels()
@@ -161,7 +161,7 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
 
 
 def teacher_anchor(config: Config, teacher: Reference | None, off_policy: bool) -> Anchor | None:
-    """The teacher beside the reference, with its own KL term."""
+    """The teacher of `kl.teacher` with its KL term and controller, or None."""
     term = config.kl.teacher
     if term is None or teacher is None:
         return None

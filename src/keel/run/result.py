@@ -18,10 +18,11 @@ from keel.base.watchdog import LAUNCH_FLAGS, process_count
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of a run. `exit_status` is 0; 130 or 143 after Ctrl-C or SIGTERM (the run can be resumed); 1 if a
-    guard stopped it, for the reason in `stopped`: its last checkpoint is then the last good one.
+    """The outcome of a run.
 
-    `best` is the checkpoint with the best evaluation of the trained task, if it was kept.
+    `exit_status` is 0, 130 or 143 after Ctrl-C or SIGTERM (the run can be resumed), or 1 if a guard stopped the run.
+    `stopped` is the guard's reason; the last checkpoint is then the last good one. `best` is the checkpoint with the
+    best evaluation of the trained task, if it was kept.
     """
 
     summary: Mapping[str, Any]

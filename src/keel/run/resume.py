@@ -44,14 +44,14 @@ RESUMABLE_OPTIONS = (
     "rollout.vllm.wait_s",
     "kl.budget",
     "optim.decay_steps",  # unchanged unless given: see `keep_schedule`
-    "optim.microbatch_tokens",  # these six change memory, and results only by rounding (or other dropout masks)
+    "optim.microbatch_tokens",  # up to rollout.max_batch: results change only by rounding (or dropout masks)
     "optim.offload",
     "reference.offload",
     "kl.teacher.offload",
     "rollout.max_batch",
     "rollout.vllm.",  # a lost vLLM server may be restarted elsewhere
     "rollout.max_staleness",  # if changed, rollouts sampled ahead are sampled again
-    "model.gradient_checkpointing",
+    "model.gradient_checkpointing",  # results change only by rounding
     "task.url",  # an environment's server may be restarted elsewhere
     "task.headers",
     "reward.timeout_s",

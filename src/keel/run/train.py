@@ -206,7 +206,7 @@ def _write_outputs(built: Built, job: TrainingJob, state: State, at_end: EndHook
 
 
 def resume_hint(config: Config, remedy: Remedy) -> str:
-    """What to do after memory ran out: resume if the option may change, else start a new run."""
+    """Advice after an out-of-memory error: resume if the option may change, else start a new run."""
     if may_change(remedy.option):
         return f"resume with: {resume_command(Path(config.run.dir) / config.run.name)} {remedy.override}"
     return "this option cannot change on resume: start a new run with another run.name"

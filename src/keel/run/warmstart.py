@@ -46,7 +46,7 @@ from keel.trainer.sft import DrawCount, Report, sft
 CACHE_SWITCH = "KEEL_WARMSTART_CACHE"
 MAX_CACHE_BYTES = 2**30  # bytes of all entries; the least recently used is removed first
 MAX_DIGEST_S = 10.0  # seconds to hash the examples; the cache is not used if it takes longer
-_TRUSTED = ("torch", "transformers", "peft", "keel")  # their version identifies what their modules compute
+_TRUSTED = ("torch", "transformers", "peft", "keel")  # their version determines the results of their modules
 _SETTINGS = ("OMP_", "MKL_", "KMP_", "ATEN_", "TORCH_", "PYTORCH_", "DNNL_", "ONEDNN_", "OPENBLAS_")
 FOLDER = "warmstart"
 
@@ -138,7 +138,7 @@ def _digest(value: Any) -> str:
 
 
 def _digest_of_examples(start: SftInputs) -> str | None:
-    """A digest of every batch's tokens and action masks; None if it takes longer than `MAX_DIGEST_S`."""
+    """A digest of every batch's tokens and action masks; None if that takes over `MAX_DIGEST_S` or uses global RNGs."""
     before, digest, began = _random_state(), hashlib.sha256(), time.monotonic()
     for step in range(start.options.steps):
         for group in start.examples(step):
@@ -166,7 +166,7 @@ def _source() -> str:
 
 
 def _hardware() -> list[Any]:
-    """What selects kernels and thus rounding: the CPU, torch's build, threads and settings."""
+    """The CPU, torch's build, threads and settings: they select kernels and thus rounding."""
     lines = []
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
@@ -259,7 +259,7 @@ def _file_stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds a complete warm start; it is renamed last."""
+    """Whether the folder holds a complete warm start. A folder gets its final name when it is complete."""
     return (folder / WARMSTART).is_file()
 
 

@@ -258,10 +258,10 @@ def measure_drift(
     `policy` and `reference` are names as on the command line (a folder, a hub name, a .gguf file, an adapter, a run,
     `RUN@start`), models from `keel.models.load_model`, or `Side`s of one model. `prompts` are texts, lists of chat
     messages, or problems. The policy answers each `samples` times at `temperature`; both models then score every
-    sampled token over the whole vocabulary, in chunks. With `reverse_samples` the reference answers too, which
-    KL(reference‖policy) of sequences needs. `microbatch_tokens` and `max_batch` (completions sampled at a
-    time) bound the memory. `engine` samples: native, or a `module:attr` as for `rollout.engine`.
-    Equal arguments give equal results; a model against itself gives exactly 0.
+    sampled token over the whole vocabulary, in chunks. With `reverse_samples` the reference answers too, since
+    KL(reference‖policy) per sequence needs its samples. `microbatch_tokens` and `max_batch` (completions sampled at a
+    time) bound the memory. `engine` is native, or a `module:attr` as for `rollout.engine`. Equal arguments give equal
+    results; a model against itself gives exactly 0.
 
     >>> drift = measure_drift("runs/default", "runs/default@start", ["2+3=", "7+1="])
     >>> drift.policy_ref.per_token["exact"].mean, drift.policy_ref.per_sequence["exact"].se

@@ -31,7 +31,7 @@ NOTES = {
 }
 UNITS = {"prompt": "prompts", "completion": "completions", "token": "tokens, assumed independent"}
 TOKEN_ROWS = 10
-_FULL = 0.05  # nats: the full colour is for this log-ratio or a larger one
+_FULL = 0.05  # nats: the full colour stands for at least this log-ratio
 
 
 def show_drift(drift: Drift, console: Console) -> None:
@@ -134,7 +134,7 @@ def _colour(share: float) -> str:
 
 
 def _plus(estimate: DriftEstimate) -> str:
-    """`mean ± se`, both to the error's second digit."""
+    """`mean ± se`, both rounded to the second digit of the error."""
     mean, se = estimate.mean, estimate.se
     if not se:
         return f"{mean:.4g}" if se is None else f"{mean:.4g} ± 0"
@@ -165,7 +165,7 @@ def plot_drift(drift: Drift, path: Path) -> None:
 
 
 def _positions(axis: Any, drift: Drift) -> None:
-    """Exact KL by position with a band of one standard error, as far as a tenth of the completions reach."""
+    """Exact KL with a band of one standard error, at positions that a tenth of the completions reach."""
     sides = [("KL(policy‖reference), samples from the policy", drift.policy_ref, FORWARD)]
     if drift.ref_policy is not None:
         sides.append(("KL(reference‖policy), samples from the reference", drift.ref_policy, REVERSE))
@@ -240,5 +240,5 @@ def _ways(tokens: Sequence[TokenDrift]) -> list[str]:
 
 
 def _label(token: str) -> str:
-    """A token as a label, with visible spaces and without matplotlib's mathematics."""
+    """A token as a label, with visible spaces and without matplotlib's math mode."""
     return repr(token).replace("$", r"\$")[:24]

@@ -27,8 +27,7 @@ from keel.trainer.integrity import check_model
 class ModelSource:
     """A model to load: the argument of `load_model`, its LoRA adapter, and the configuration of both.
 
-    `run` is whether the configuration is that of a run or of a user, and not the default one: only then are its tasks
-    and prompts used.
+    `run` is whether the configuration comes from a run or the user. Its tasks and prompts are used only then.
     """
 
     name: str
@@ -66,12 +65,12 @@ def resolve(
     device: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelSource:
-    """The source called `name`.
+    """Find the model that `name` refers to.
 
-    A model as in `load_model`; a folder with a LoRA adapter, on `base` or on the base that the adapter names; a run's
-    folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (the initial policy,
-    which is the reference); or a checkpoint inside a run. `dtype` and `device` default to those of the run. A model's
-    own code is executed if the run did so, or with `trust_remote_code`.
+    `name` is a model as in `load_model`; a folder with a LoRA adapter, on `base` or on the base that the adapter names;
+    a run's folder (its newest checkpoint), `RUN@N` (the checkpoint of step N), `RUN@best`, `RUN@start` (the initial
+    policy, which is the reference); or a checkpoint inside a run. `dtype` and `device` default to those of the run.
+    Python code shipped with a model is executed if the run did so, or with `trust_remote_code`.
     """
     return _source(resolve_model(name, _overrides(name, base, dtype, device, trust_remote_code)))
 

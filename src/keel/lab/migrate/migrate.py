@@ -1,4 +1,4 @@
-"""`keel migrate`: convert a configuration of TRL, verl or OpenRLHF, and list what became of every option."""
+"""`keel migrate`: convert a configuration of TRL, verl or OpenRLHF, and list how each option was converted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWITCH: Mapping[str, tuple[str, Any]] = {
     "verl": (R + "name", "vllm"),
     "OpenRLHF": ("vllm_num_engines", None),
 }
-# Keel's options for switches whose value is only known at run time.
+# Keel's option for vLLM switches whose value is only known at run time.
 VLLM, VLLM_SWITCHES = {"rollout.engine": "vllm"}, ("use_vllm", "vllm_num_engines")
 # TRL's penalty is k3 with the reduction of its loss; Keel's default reduction differs.
 TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
@@ -28,7 +28,7 @@ TRL_PENALTY: Mapping[str, Any] = {"kl.estimator": "k3", "kl.reduction": "loss"}
 
 @dataclass(frozen=True)
 class MigratedOption:
-    """One option of the file: its Keel `options`, or the `reason` for having none; `note` lists differences."""
+    """One option of the file: its Keel `options`, or the `reason` why there are none; `note` lists differences."""
 
     name: str
     value: Any
@@ -148,10 +148,10 @@ def _peer_defaults(origin: str, reading: Reading, values: Mapping[str, Any]) -> 
     if distils := _distils(origin, reading):
         defaults = {name: value for config in distils for name, value in peers.defaults(f"TRL with {config}").items()}
         if "GKDConfig" in distils:
-            del defaults["max_completion_length"]  # which is called max_new_tokens there
+            del defaults["max_completion_length"]  # GKDConfig calls it max_new_tokens
     elif origin == "TRL":
         if values.get("loss_type", "dapo") not in ("grpo", "bnpo", "dr_grpo", "dapo"):
-            del defaults["epsilon"]  # losses that clip between 1 ± epsilon
+            del defaults["epsilon"]  # the losses above clip between 1 ± epsilon
         samples = values.get("use_vllm", "use_vllm" in reading.by_hand) is True
         switches = {
             "beta": bool(_number(values.get("beta"))),

@@ -50,7 +50,7 @@ def arithmetic(node: ast.expr, lookup: Callable[[str], Any]) -> int:
 
 
 def interpolated(name: str, value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
-    """The value of option `name` with `${other.option}` filled in from the same file; unknown ones stay."""
+    """The value of option `name` with `${other.option}` filled in from the same file; unknown references stay."""
     if isinstance(value, list):
         return [interpolated(name, item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value or depth > _MAX_DEPTH:
@@ -69,7 +69,7 @@ def interpolated(name: str, value: Any, values: Mapping[str, Any], depth: int = 
 
 
 def _absolute(name: str, target: str) -> str:
-    """`${.x}` is a sibling of the option, each further dot is one section higher."""
+    """Resolve a relative reference: `${.x}` is a sibling of the option, each further dot goes up one section."""
     dots = len(target) - len(target.lstrip("."))
     return ".".join([*name.split(".")[:-dots], target[dots:]]) if dots else target
 
@@ -243,7 +243,7 @@ _LORA = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_mod
 
 @dataclass(frozen=True)
 class Reading:
-    """A parsed file: options with values, options without one and the reason, arguments of other calls, a conflict."""
+    """A parsed file: options with values, options to set by hand, arguments of other calls, a conflict."""
 
     values: Mapping[str, Any]
     by_hand: Mapping[str, tuple[Any, str]] = field(default_factory=dict)  # name → (the text in the file, the reason)

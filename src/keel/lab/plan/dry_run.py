@@ -86,7 +86,7 @@ def full_microbatches(config: Config, loaded: LoadedModel, prompt: int, hardware
 
 
 class DryRun:
-    """A dry run of a step after the first one, with allocated optimizer moments."""
+    """A dry run of a step after the first one, so that the optimizer's moments are allocated."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class DryRun:
     def _rehearsed(self) -> list[int]:
         """The microbatches that determine the peak of the update.
 
-        From the second on, gradients exist beside activations; the first counts if it is the only or the larger one.
+        From the second on, gradients exist beside activations. The first is included if it is the only or larger one.
         """
         sizes = [micro.packed.tokens.numel() for micro in self.micros[:2]]
         return [1] if len(sizes) == 2 and sizes[1] >= sizes[0] else list(range(len(sizes)))
@@ -169,7 +169,7 @@ class DryRun:
         return DTYPES[dtype].itemsize * sum(p.numel() for p in self.loaded.model.parameters())
 
     def _master_bytes(self) -> int:
-        """Bytes of the fp32 master copy of a moving average of half-precision weights."""
+        """Bytes of the fp32 master copy of an EMA reference with half-precision weights."""
         half = self.loaded.dtype in (torch.bfloat16, torch.float16)
         if self.reference is None or self.loaded.lora is not None or self.config.reference.kind != "ema" or not half:
             return 0
@@ -206,12 +206,12 @@ class DryRun:
         return nullcontext() if self.amp_dtype is None else torch.autocast("cpu", dtype=self.amp_dtype)
 
     def _hidden(self, model: nn.Module, micro: Micro) -> Tensor:
-        """Assume prefix attention if it is allowed; its exactness can only be tested with real weights."""
+        """The hidden states. Allowed prefix attention is assumed: only real weights show whether it is exact."""
         by_structure = may_use_prefix_attention(body_of(model), micro.packed)
         return hidden_states_in_one_pass(model, micro.packed, micro.structure if by_structure else None)
 
     def _chunk(self, head: Head) -> int:
-        """The choice that scoring makes on the planned device."""
+        """The number of tokens per chunk that scoring uses on the planned device."""
         weight = getattr(head.module, "weight", None)
         vocabulary = len(weight) if weight is not None else 2**17
         return default_chunk(vocabulary, torch.device(self.hardware.kind), self.hardware.memory_bytes)
@@ -290,7 +290,7 @@ class DryRun:
         return cache + moved.nbytes + turn_cache.nbytes
 
     def _turn_cache_bytes(self, cache: int, waves: int) -> int:
-        """Bytes of the KV cache between turns: the rows of all waves at full length."""
+        """Bytes of the KV cache between turns: the rows of all waves at full length, up to `kv_cache_gib`."""
         rollout = self.config.rollout
         if rollout.max_turns == 1:
             return 0
@@ -302,12 +302,12 @@ def _joined(pairs: tuple[tuple[Tensor, Tensor], ...]) -> tuple[Tensor, Tensor]:
 
 
 def _head(model: nn.Module) -> Head:
-    """The head unchanged: its scale and soft cap take no memory, and measuring them needs real weights."""
+    """The head without its scale and soft cap: they take no memory, and measuring them needs real weights."""
     return Head(causal_lm(model).get_output_embeddings(), 1.0, None)
 
 
 def decoding_traits(config: Config, loaded: LoadedModel, hardware: Hardware) -> Traits:
-    """The decoder of the planned device. Prompts are shared, although only real weights show whether that is exact."""
+    """The decoder of the planned device. Shared prompts are assumed: only real weights show whether they are exact."""
     model = causal_lm(loaded.model)
     graphs = hardware.kind == "cuda" and config.rollout.cuda_graphs
     return Traits(hardware.kind, True, graphs and is_llama_shaped(model) and has_fixed_rotations(model))

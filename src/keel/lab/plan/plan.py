@@ -29,7 +29,7 @@ from keel.run.layout import (
 )
 
 DEVICES = (1, 2, 4, 8)
-MACHINE = 8  # devices per machine, if the plan has more
+MACHINE = 8  # assumed number of devices per machine
 _HELD = ("weights", "sampler", "reference", "optimizer")
 
 
@@ -52,7 +52,6 @@ class RankPlan:
         return self.peak <= self.limit
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
         return {**asdict(self), "peak": self.peak, "fits": self.fits}
 
 
@@ -80,16 +79,15 @@ def _rank(
     shares = _shares(config, cost.micros, layout.devices)
     parts = {name: int(size * shares.get(name, 1.0)) for name, size in cost.parts.items()}
     parts |= {**(resident_bytes(shape, job, layout) if layout.sharded else {}), **temporary}
-    stepped = parts["gradients"] / cost.parts["gradients"]  # bytes of the numbers that the optimizer updates
+    stepped = parts["gradients"] / cost.parts["gradients"]  # the device's share of the trained weights
     fixed, states = cost.parts["workspaces"], cost.parts["reference states"]
     moments_host = cost.parts["optimizer"] if config.optim.offload else 0
     phases = {}
     for name, peak in cost.phases.items():
         scoring = name in ("reference", "update")
         lasting = (*_HELD, "gradients") if name in ("update", "optimizer step") else _HELD
-        away = (
-            min(moments_host, cost.host) if name == "reference" else cost.host
-        )  # the reference is offloaded again by then
+        # in later phases the reference is offloaded again
+        away = min(moments_host, cost.host) if name == "reference" else cost.host
         besides = fixed + (states if name != "rollout" else 0)
         working = peak - (sum(cost.parts[part] for part in lasting) - away) - besides
         share = shares["activations"] if scoring else shares["cache"] if name == "rollout" else stepped
@@ -121,7 +119,7 @@ def fewest(plans: Sequence[RankPlan]) -> RankPlan | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part (of the update, usually the peak) and peaks by phase.
+    """Bytes by part during the update (usually the peak), and peak bytes by phase.
 
     `host` is the size of offloaded parts in main memory; on a CPU they count in the peaks. `pass_tokens` is the size of
     the largest pass of the update. `ranks` has the layouts on several devices.
@@ -146,7 +144,6 @@ class Plan:
         return self.peak <= self.hardware.memory_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hardware", "ranks")}
         ranks = [rank.as_dict() for rank in self.ranks]
         return {**plain, "peak": self.peak, "fits": self.fits, "hardware": vars(self.hardware), "ranks": ranks}

@@ -89,7 +89,7 @@ def _cpu() -> Hardware:
 
 
 def fuse_as_on_cuda(model: nn.Module) -> None:
-    """Make norms, gated MLPs and LoRA layers in half precision save what their fused forms save for the backward pass.
+    """Make half-precision norms, gated MLPs and LoRA layers save the same tensors for backward as their fused forms.
 
     Layers in fp32 are unchanged: under autocast their fused forms save about as much.
     """
@@ -101,11 +101,11 @@ def fuse_as_on_cuda(model: nn.Module) -> None:
 
 
 class VocabularyKernels:
-    """Allocate what the kernels of `keel.models.vocab_kernels` allocate."""
+    """Allocate the same tensors as the kernels of `keel.models.vocab_kernels`."""
 
     @staticmethod
     def stats(*_: Any) -> None:
-        """Allocate nothing: the kernel writes into given tensors."""
+        """Allocate no tensor: the kernel writes into given ones."""
 
     @staticmethod
     def gradient(logits: Tensor, *_: Any, dtype: torch.dtype, **__: Any) -> Tensor:
@@ -188,7 +188,7 @@ def random_model(shape: Any, config: Config, **options: Any) -> nn.Module:
 
 
 def policy_shape(config: Config, tokenizer: Any, shape: Any, hardware: Hardware) -> LoadedModel:
-    """The policy as after loading: its dtype, dropout, adapters and mode."""
+    """The policy with the dtype, dropout, adapters and mode that it has after loading."""
     model: Any = _empty_model(shape, config, weights_dtype(config, shape, hardware.kind))
     if not config.model.dropout:
         disable_dropout(model)
@@ -229,7 +229,7 @@ def weights_dtype(config: Config, shape: Any, device: str) -> torch.dtype:
 
 def _empty_model(shape: Any, config: Config, dtype: torch.dtype) -> nn.Module:
     model = random_model(shape, config)
-    causal_lm(model).config.pad_token_id = None  # transformers would look for it among tokens without values
+    causal_lm(model).config.pad_token_id = None  # transformers would search tokens without values for padding
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -108,9 +108,8 @@ def _step_s(config: Config, built: Built, groups: int, state: State) -> tuple[di
 
     def collected(problems: Any, **when: Any) -> list[Group]:
         judged = collector.collect(problems, **when)
-        rewards = tuple(
-            Reward(float(i % 2)) for i in range(rollout.num_generations)
-        )  # distinct, so that every group has a gradient
+        # rewards differ within a group, so that every group has a gradient
+        rewards = tuple(Reward(float(i % 2)) for i in range(rollout.num_generations))
         return [replace(group, rewards=rewards) for group in judged]
 
     part: Any = replace(built.run, rollout=rollout, collect=collected, queue=None)
@@ -127,9 +126,9 @@ def _step_s(config: Config, built: Built, groups: int, state: State) -> tuple[di
 def show_plan(
     config: Config, hardware: str | None, *, prompt_tokens: int | None = None, nproc: int = 1, as_json: bool = False
 ) -> int:
-    """Print the plan of a step for one device or for `nproc`; without `hardware` it also measures the time.
+    """Print the plan of a step for one device or for `nproc`; without `hardware` also measure the time.
 
-    Returns the exit status: 0 if the step fits.
+    Returns the exit status: 0 if the step fits, else 1.
     """
     device = find_hardware(hardware or "auto")
     if nproc > 1:
@@ -159,7 +158,7 @@ def show_plan(
 
 
 def _time(config: Config, estimate: Plan) -> tuple[StepTime | None, str]:
-    """A step's time on this machine, and the measured passes or the reason why nothing was measured."""
+    """Time a step on this machine; returns the time, and how it was measured or why it was not."""
     if (why := obstacle(config, kind=estimate.hardware.kind, fits=estimate.fits)) is not None:
         return None, f"not measured: {why}"
     timed = measure(config, lambda text: print(f"{text} …", file=sys.stderr))

@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 22
 MAX_POINTS = 400
 ROUNDING = 1e-6  # a curve with a smaller relative change counts as constant
+# page.css must have the same number of colours
 PALETTE = (
     "#1f6fd6",
     "#d9660f",
@@ -22,7 +23,7 @@ PALETTE = (
     "#d2385b",
     "#4a8fa8",
     "#6b6b6b",
-)  # the same number as in page.css
+)
 COLOURS, GREY = len(PALETTE), 7  # number of distinguishable colours
 
 
@@ -64,7 +65,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Scale:
-    """Data to pixels, linear or logarithmic."""
+    """Map data to pixels, on a linear or logarithmic scale."""
 
     low: float
     high: float
@@ -82,7 +83,7 @@ class Scale:
 
 
 def svg(panel: Panel) -> str:
-    """The chart; an empty string when no curve has a single number."""
+    """The chart; an empty string if no curve has a value."""
     drawn = [thin(series) for series in panel.series]
     xs = [x for series in drawn for x, y in series.points if y is not None]
     ys = [y for series in drawn for _, y in series.points if y is not None]
@@ -189,13 +190,13 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between low and high, or the two ends if there is none."""
+    """Powers of ten between low and high, or the two ends if there are fewer than two."""
     powers = [10.0**i for i in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     return powers[:: max(1, len(powers) // 4)] if len(powers) > 1 else [float(f"{low:.2g}"), float(f"{high:.2g}")]
 
 
 def tick_text(value: float) -> str:
-    """Short: 12k, 0.05, 2e-6."""
+    """A short form of the number: 12k, 0.05, 2e-6."""
     if value == 0:
         return "0"
     size = abs(value)

@@ -53,8 +53,6 @@ def check_picture(path: Path) -> None:
 
 @dataclass(frozen=True)
 class LegendEntry:
-    """An entry of a picture's legend."""
-
     label: str
     colour: int
     dashed: bool = False
@@ -69,7 +67,7 @@ def write_panels(
     legend: Sequence[LegendEntry] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """Panels in a grid, filled column by column; a column has one scale. `notes` are lines beside the last chart.
+    """Panels in a grid, filled column by column; a column shares its scale. `notes` are lines beside the last chart.
 
     Panels with names are drawn sideways, one line per name, and share the names on the left.
     """
@@ -184,7 +182,8 @@ def _horizontal(axis: Any, panel: Panel) -> None:
         )  # fmt: skip
     axis.set(xlabel=panel.unit, xlim=panel.y_range)
     if len(panel.series) > 1:
-        below = axis.transAxes + ScaledTranslation(0, -0.5, axis.figure.dpi_scale_trans)  # the numbers and the unit
+        # below the numbers and the unit
+        below = axis.transAxes + ScaledTranslation(0, -0.5, axis.figure.dpi_scale_trans)
         style: dict[str, Any] = {"frameon": False, "fontsize": LEGEND_SIZE, "bbox_transform": below}
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), **style)
 

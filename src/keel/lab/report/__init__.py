@@ -1,4 +1,4 @@
-"""A run directory as one self-contained HTML page, and what the lab does at the end of a run."""
+"""A run directory as one self-contained HTML page, and the hooks that the lab runs at the end of a run."""
 
 from __future__ import annotations
 

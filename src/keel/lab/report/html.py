@@ -48,7 +48,7 @@ def page(runs: Sequence[RunRecord]) -> str:
 def document(
     title: str, body: str, data: str | None = '{"charts":[]}', *, style: str = "", script: str = "", sources: str = ""
 ) -> str:
-    """The HTML document. Its content security policy allows only the report's own scripts and no loading.
+    """The HTML document. Its content security policy allows the report's own scripts and blocks loading.
 
     Without `data` the body must contain a `data_element`. `style` and `script` are appended to the report's own;
     `sources` extends the policy for that script.
@@ -69,7 +69,7 @@ def document(
 
 
 def data_element(data: str) -> str:
-    """Where the page's script finds the numbers of the charts."""
+    """The element from which the page's script reads the numbers of the charts."""
     return f'<script type="application/json" id="charts">{data}</script>'
 
 
@@ -223,7 +223,7 @@ def summary(diagnosis: Diagnosis, verdict: str) -> str:
 
 
 def folded_details(run: RunRecord) -> str:
-    """Hypotheses, unchecked items and the data read of a run; empty if it cannot be examined."""
+    """Hypotheses, unchecked items and notes of a run's diagnosis; empty if the run cannot be examined."""
     from keel.doctor.examine import examine  # imported here because it is slow to load
 
     try:

@@ -219,7 +219,7 @@ def _counted(count: float, thing: str) -> str:
 
 
 def _environment(record: Record) -> str:
-    """Who replies: tools if any were called, else the environment; `context` if only the tokens are known."""
+    """The speaker of replies: tools if any were called, else the environment; `context` if only tokens are known."""
     counts = record.get("counts")
     called = isinstance(counts, dict) and number(counts.get("tool/calls"))
     return "tools" if called else "environment" if _described(record) else "context"

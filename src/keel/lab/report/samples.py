@@ -114,7 +114,7 @@ def span(token: str, kl: float | None, context: bool, kl_max: float) -> str:
 
 
 def pick(rollouts: Sequence[Record]) -> list[tuple[list[Record], list[Record]]]:
-    """(first, last) completions of a few problems, those with the most steps in between first.
+    """(first, last) completions of a few problems; those with the most steps in between come first.
 
     If no problem was recorded twice, completions of the first and of the last recorded step.
     """

@@ -222,7 +222,7 @@ def seconds(value: Any) -> float | None:
 
 
 def since(moment: float | None, start: float | None) -> str:
-    """`+3:05` after the start."""
+    """The time since the start, such as `+3:05`."""
     if moment is None or start is None:
         return ""
     elapsed = int(max(0.0, moment - start))

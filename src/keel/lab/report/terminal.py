@@ -47,7 +47,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def show_rollouts(
     run: str, step: int, records: Sequence[Record], console: Console, *, recorded: int, full: bool = False
 ) -> None:
-    """Print completions under their prompts; `recorded` is how many this step has.
+    """Print completions under their prompts; `recorded` is the number of recorded completions of this step.
 
     The middle of long episodes and the ends of long replies are left out unless `full`. Control characters are
     printed as escapes.

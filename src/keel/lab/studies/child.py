@@ -16,7 +16,7 @@ def stop(number: int, frame: Any) -> None:
 
 
 def main() -> int:
-    """Start watching the parent before the slow imports.
+    """Run one job; the thread that watches the parent starts before the slow imports.
 
     The study sends SIGTERM, because background processes of a shell and their children ignore SIGINT.
     """

@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the grid; `values` has the label of each axis, empty if a listed point does not set it."""
+    """One point of the grid; `values` has its label on each axis, empty if a listed point does not set the axis."""
 
     label: str
     settings: Mapping[str, Any]
@@ -90,7 +90,7 @@ def read_study(
     baseline: str | None = None,
     metric: str | None = None,
 ) -> Study:
-    """The study of a study file, or of a configuration with `--grid`; the command line overrides the file.
+    """Read a study file, or a configuration with `--grid`; the command line overrides the file.
 
     A study file is a mapping with `config` (a path relative to it, the name of a shipped configuration, or a mapping),
     and `set`, `grid`, `points`, `seeds`, `baseline`, `metric`, `drift`, `text`, `target` as in docs/studies.md.
@@ -357,7 +357,7 @@ def _measure(data: Mapping[str, Any]) -> Measurements:
 
 
 def check_parts(config: Config) -> None:
-    """Refuse errors that only building a task finds: parameters that it does not take."""
+    """Build the tasks, to find errors such as parameters that a task does not take."""
     tasks: dict[str, Any] = {"task": True, "data": True, "eval": True, "warmstart": {"task"}}
     _check_tasks(config.model_dump_json(include=tasks), config)
 

@@ -17,7 +17,7 @@ from keel.lab.studies.table import PERCENT, PointSummary, forgetting_pairs, fron
 
 UNSET = "other"
 MAX_NAME_CHARACTERS = 44  # characters of all names under a chart
-MAX_NUMBERS = 23  # characters of a point's name under a chart
+MAX_NUMBERS = 23  # points per chart if names are numbers
 AXIS_CHARTS: tuple[tuple[Any, ...], ...] = (
     ("Accuracy", "share right", ("accuracy_after", "after", 0), ("accuracy_before", "before", GREY)),
     ("Exact KL", "nats per token", ("kl_policy_ref", "KL(policy‖start)", 2), ("kl_ref_policy", "KL(start‖policy)", 3)),

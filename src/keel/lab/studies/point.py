@@ -163,7 +163,7 @@ def link_warmstart(config: Config, source: Path, run: Path) -> None:
 
 
 def run_point(config: Config, measure: Measurements, shared: Path) -> JobOutcome:
-    """Train, resume, or measure a killed run; the outcome is written unless interrupted."""
+    """Train or resume a run, measure its drift, and write the outcome unless the run was interrupted."""
     folder = Path(config.run.dir) / config.run.name
     try:
         outcome = _train(config, folder, shared)

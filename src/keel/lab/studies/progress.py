@@ -17,14 +17,14 @@ from keel.loggers.rundir import METRICS, SUMMARY
 Say = Callable[[str], None]
 POLL_S = 1.0  # seconds between reads of the files
 LINE_S = 60.0  # seconds between lines without a terminal
-TAIL_BYTES = 1 << 17  # bytes, more than any line of metrics
+TAIL_BYTES = 1 << 17  # bytes read at the end of a file, more than any line of metrics
 
 
 @dataclass
 class Watched:
     """A watched process: its name, a file that exists once it runs, its steps, and whether it is a warm start.
 
-    `done` is the number of finished steps, None until it has started; `before` that of a resumed run.
+    `done` is the number of finished steps, None until it has started; `before` is the number when it was resumed.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Progress:
         self._watch(job.label, Watched(job.label, started, job.folder / METRICS, steps, summary=summary))
 
     def watch_warmstart(self, folder: Path, job: StudyRun, started: Path) -> None:
-        """Start watching a warm start; all of them come before the first run."""
+        """Start watching a warm start; all warm starts end before the first run begins."""
         steps = job.config.warmstart.steps if job.config.warmstart is not None else 0
         lines = supervised_lines(folder)
         self._watch(str(folder), Watched(f"seed={job.seed}", started, lines, steps, warmstart=True))
@@ -163,7 +163,7 @@ class Progress:
         return self.time_left() or ("estimating" if len(self._finished) < self._count else "")
 
     def time_left(self) -> str:
-        """The remaining time by the time per step, such as `about 12 min left`; empty before the first step."""
+        """The remaining time estimated by the time per step (`about 12 min left`); empty before the first step."""
         done, steps = self._steps()
         if not done or self._training_since is None or len(self._finished) == self._count:
             return ""

@@ -331,9 +331,8 @@ def _table(summaries: Sequence[PointSummary], baseline: str, columns: Mapping[st
 
 
 def _differences(summaries: Sequence[PointSummary], baseline: str) -> str:
-    shown = display_columns(
-        summaries
-    )  # without figures that training does not change, and differences that repeat the figure after training
+    shown = display_columns(summaries)
+    # omit `before`, which training does not change, and `change`, whose differences equal those of `after`
     before_or_change = {side for name in shown if (sides := change_sides(name)) for side in (name, sides[0])}
     columns = {name: title for name, title in shown.items() if name not in before_or_change}
     rows = []

@@ -285,7 +285,7 @@ def _figure(task: Mapping[str, Any], direction: str, estimator: str, unit: str =
 
 
 def _accuracy(run: RunRecord, split: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(first, last) accuracy by task, under "" for the trained one; the last is one after training began.
+    """(first, last) accuracy by task, under "" for the trained one; the last is measured after training began.
 
     A run that a guard rolled back to step 0 ends as it started, and has only one evaluation.
     """
@@ -324,7 +324,7 @@ def _mean(figures: Any) -> float | None:
 def _band(run: RunRecord, measure: Measurements) -> tuple[str, dict[str, float | None]]:
     """(name of the estimate, steps until it is first within a factor of 1.5 of its target, fraction of steps inside).
 
-    The estimate is the controller's: k1 per sequence, or per token the exact KL if it is measured.
+    The estimate is the controller's: per sequence k1, per token the exact KL if it is measured, else k3.
     """
     target = measure.target
     if target is None:

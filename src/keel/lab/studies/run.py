@@ -79,7 +79,7 @@ class Pool(Protocol):
     def submit(self, process: Process) -> Future[int]: ...
 
     def interrupt(self) -> None:
-        """Tell all running processes to save and end."""
+        """Make all running processes save and exit."""
         ...
 
 
@@ -165,7 +165,7 @@ class RayPool:
 
 @contextmanager
 def open_pool(on: str, parallel: int) -> Iterator[Pool]:
-    """`local`; `ray` for the cluster that RAY_ADDRESS names or one started here; `ray:ADDRESS` for that cluster."""
+    """Open a pool: `local`, `ray` (the cluster of RAY_ADDRESS, or one started here) or `ray:ADDRESS`."""
     check_backend(on)
     if on == "local":
         pool = LocalPool(parallel)
@@ -184,7 +184,7 @@ def cores() -> int:
 
 
 POLL_S = 0.3
-RELEASE_S = 10.0  # for a killed run to release its folder
+RELEASE_S = 10.0  # seconds to wait for a killed run to release its folder
 
 
 def run_study(
@@ -269,7 +269,7 @@ def _config_json(config: Config) -> str:
 
 
 def _job_outcome(job: StudyRun, future: Future[int]) -> JobOutcome:
-    """The outcome that the run wrote; if it died before, one from its exit status and the last line of its log."""
+    """The outcome that the run wrote, else one from its exit status and the last line of its log."""
     status = future.result()
     if status in (130, 143):
         return JobOutcome(INTERRUPTED)

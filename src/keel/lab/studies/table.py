@@ -82,7 +82,7 @@ def figure_of(row: RunResult, figure: str) -> float | None:
 
 
 def change_sides(figure: str) -> tuple[str, str] | None:
-    """The names of the figures before and after training of a difference; None for other figures."""
+    """For a change, the names of its figures before and after training; None for other figures."""
     stem = figure.removesuffix(CHANGE)
     return None if stem == figure or stem[-1:] not in ("_", ":") else (stem + BEFORE, stem + AFTER)
 
@@ -213,7 +213,7 @@ def display_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
 
 
 def skill_columns(summaries: Sequence[PointSummary]) -> dict[str, str]:
-    """Each old skill before and after training, and the change; a single one is already in the first table."""
+    """Each old skill before and after training, and the change. A single skill is already in the first table."""
     skills = skill_names([row for point in summaries for row in point.rows])
     headings = {BEFORE: " before", AFTER: "", CHANGE: " change"}
     several = skills if len(skills) > 1 else []

@@ -19,7 +19,7 @@ from keel.lab.traces.tokens import Trace
 
 LEVEL = 1e-4  # probability of a false alarm over all candidates
 MIN_GAP = 1e-9  # nats: a smaller gap cannot separate candidates
-MAX_GAP = 1e4  # nats per completion: the log-probability is −∞ if a candidate cannot sample the completion
+MAX_GAP = 1e4  # nats per completion: limits the −∞ of a candidate that cannot sample the completion
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DepthReport:
         return f"{self.finding.code}: {self.finding.evidence}. {self.finding.cause}. Change: {self.finding.advice}"
 
     def plot(self, path: Path | str) -> None:
-        """Save a plot."""
+        """Plot the KL by depth to a file."""
         from keel.lab.plots.picture import picture
 
         with picture(Path(path)) as plt:
@@ -51,7 +51,7 @@ class DepthReport:
 
 
 def check_depth(traces: Sequence[Trace], thresholds: Thresholds | None = None) -> DepthReport:
-    """k3 on the sampler's tokens, an estimate of KL(sampler‖policy), at tokens with both log-probabilities."""
+    """Estimate KL(sampler‖policy) by depth, with k3 at tokens that have both log-probabilities; test if it grows."""
     rows = [trace for trace in traces if trace.sample_logp is not None and trace.logp is not None]
     if not rows:
         raise KeelError(
@@ -86,10 +86,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class DrawnReport:
-    """`likeliest` are the weights with the highest likelihood; `stale` is whether they beat the expected ones beyond
-    chance.
+    """The result of `check_drawn`. `likeliest` are the weights with the highest likelihood.
 
-    `sound` is whether all other weights are significantly worse; if neither is true, more completions are needed.
+    `stale` is whether they are significantly likelier than the expected ones; `sound` is whether all other weights are
+    significantly less likely than the expected ones. If neither is true, more completions are needed.
     """
 
     expected: str

@@ -1,4 +1,4 @@
-"""The record of a completion, and checks of where its re-encoded text differs from the sampled tokens."""
+"""The record of a completion, and a check that encoding its text again gives the sampled tokens."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_traces(path: Path | str) -> list[Trace]:
 
 
 def trace_of(row: Any) -> Trace:
-    """A trace from a mapping with the names of TRL, verl or Keel; a ValueError names what is missing."""
+    """A trace from a mapping with the names of TRL, verl or Keel; a ValueError names the missing field."""
     if not isinstance(row, Mapping):
         raise ValueError("this is not a record: give an object with completion_ids and prompt_ids")
     found = {name: next((row[key] for key in keys if key in row), None) for name, keys in NAMES.items()}
@@ -207,7 +207,7 @@ class TokenReport:
 
 
 def check_tokens(traces: Sequence[Trace], tokenizer: Any, **template: Any) -> TokenReport:
-    """Encode each completion's text again, as a trainer does that stores text between turns, and compare the tokens.
+    """Encode each completion's text again, as trainers that store text between turns do, and compare the tokens.
 
     Each turn's tokens are decoded, and encoded again after their context. If a trace has `messages`, the prompt of each
     later turn is also rendered by the chat template. `template` are arguments of apply_chat_template, such as
@@ -233,9 +233,8 @@ def _first_difference(index: int, trace: Trace, tokenizer: Any, template: dict[s
             if found is not None:
                 return found
         context = (*trace.prompt_ids, *trace.completion_ids[:start])
-        if (
-            _encode(tokenizer, context) != context
-        ):  # the context itself does not survive encoding, such as a prompt that was not made from text
+        # a context that was not made from text may itself change when it is encoded again
+        if _encode(tokenizer, context) != context:
             context = ()
         sampled = (*context, *trace.completion_ids[start:end])
         encoded = _encode(tokenizer, sampled)

@@ -19,7 +19,7 @@ from keel.lab.report.html import block, charts, data_element, document, per_run,
 from keel.loggers.console import duration
 
 RECENT = 50  # number of last steps averaged for the remaining time
-ENDED_KINDS = ("completed", "stopped", "aborted", "interrupted", "gone")  # states in which a run writes nothing more
+ENDED_KINDS = ("completed", "stopped", "aborted", "interrupted", "gone")  # states of runs that write no more data
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _state(run: RunView, index: int, count: int) -> str:
 
 
 def progress(run: RunRecord, kind: str) -> str:
-    """A progress bar, the step, and the remaining time of a running run or why a run ended."""
+    """A progress bar, the step, and the remaining time or the reason why the run ended."""
     total = run.max_steps
     bar = f"<progress max='{total}' value='{min(run.steps, total)}'></progress>" if total else ""
     text = f"step {run.steps} of {total}" if total else f"step {run.steps}"
@@ -133,7 +133,7 @@ def why_ended(run: RunRecord, kind: str) -> str:
 
 
 def findings(runs: Sequence[RunRecord]) -> str:
-    """The doctor's findings for each log, or a note that it has not been examined yet."""
+    """The doctor's findings for each run, or a note that the run has not been examined yet."""
 
     def articles(run: RunRecord) -> str:
         if run.findings is None:
@@ -163,8 +163,8 @@ def side_by_side(parts: Sequence[str]) -> str:
 
 ROLLOUT_BYTES = 2 * 2**20  # bytes of the start and of the end of rollouts.jsonl in memory
 RENDER_SHARE = 0.1  # maximum average share of a core for rendering
-EXAMINE_SHARE = 0.05  # and for the doctor's checks
-PAGE_S = 15.0  # seconds after its last request when a page counts as closed
+EXAMINE_SHARE = 0.05  # the same for the doctor's checks
+PAGE_S = 15.0  # seconds without a request after which a page counts as closed
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class FollowedRun:
 
     @property
     def state_text(self) -> str:
-        """The same in words, after the worst finding."""
+        """The state in words, after the worst finding."""
         if self.gone:
             return "deleted or moved"
         record = self.shown.record
@@ -224,7 +224,7 @@ class FollowedRun:
         self._reader.read()
 
     def refresh(self) -> bool:
-        """Read new data; returns whether there are any. After an error the old data stay, and the page shows it."""
+        """Read new data; returns whether there are any. After an error the page shows the error and the old data."""
         try:
             changed = self._refresh()
         except Exception as error:

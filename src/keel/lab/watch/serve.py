@@ -208,13 +208,13 @@ def served(watcher: Watcher, listener: socket.socket) -> Iterator[None]:
 
 
 def show_end(watcher: Watcher) -> None:
-    """Tell open pages that the run has ended, and wait until they have fetched the final state."""
+    """Mark the page as final, and wait until open pages have fetched the final state."""
     watcher.final = True
     start = time.monotonic()
     while watcher.seen and time.monotonic() - start < (EVERY_PAGE_S if watcher.final_sent else DRAIN_S):
         time.sleep(0.1)
     if watcher.final_sent:
-        time.sleep(REFRESH_S / 2)  # seconds in which its sections are fetched
+        time.sleep(REFRESH_S / 2)  # seconds for pages to fetch the final sections
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def serve_while(run: Path, port: int, echo: Echo = print) -> Iterator[None]:
 
 
 def _wait_for_pages(child: subprocess.Popen[bytes], echo: Echo) -> None:
-    """Wait until the server exits. Ctrl-C or SIGTERM end it; they do not affect the finished run."""
+    """Wait until the server exits. Ctrl-C or SIGTERM ends only the wait: the run is finished."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main else None
     try:

@@ -23,7 +23,7 @@ def check_backend(on: str) -> None:
 
 @contextmanager
 def connected(on: str, cores: int) -> Iterator[Any]:
-    """Ray, connected to the cluster that `ray:ADDRESS` or RAY_ADDRESS names, or to one started here with `cores`."""
+    """Connect to the cluster of `ray:ADDRESS` or RAY_ADDRESS, or start one here with `cores`; yield the module ray."""
     try:
         import ray
     except ImportError:

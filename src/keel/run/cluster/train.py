@@ -97,7 +97,7 @@ class ClusterSampler:
         call(self._actor.start, self._options.sampler_python, arguments, {SECRET: self._secret})
 
     def wait(self) -> None:
-        """Wait until it serves for the first time, or raise an error with its last line of stderr."""
+        """Wait until the server first answers, or raise an error with the last line of its stderr."""
         try:
             serves = self._placement.call(self._actor.serving, self._host, self._port)
         except ActorLost:
@@ -156,12 +156,12 @@ STREAMS = {"stdout": lambda: sys.stdout, "stderr": lambda: sys.stderr}
 
 
 def server_overrides(*urls: str) -> list[str]:
-    """Overrides that make the run sample by servers."""
+    """Overrides that make the run sample from vLLM servers."""
     return ["rollout.engine=vllm", "rollout.vllm.mode=server", f"rollout.vllm.url=[{', '.join(urls)}]"]
 
 
 def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int, int]:
-    """Run `keel ARGUMENTS` as ranks on the cluster; returns exit statuses by rank, in the order of their ends."""
+    """Run `keel ARGUMENTS` as ranks on the cluster; returns exit statuses by rank, ordered by time."""
     options = config.ray or RayOptions()
     given = config.rollout.vllm.secret
     secret = shared_secret(given) if given else secrets.token_urlsafe(24)
@@ -179,7 +179,7 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
 def run_ranks(
     placement: Placement, size: int, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[int, int]:
-    """Run `keel ARGUMENTS` in `size` ranks; returns exit statuses (-9 after kill -9) in the order of their ends."""
+    """Run `keel ARGUMENTS` in `size` ranks; returns exit statuses (-9 after kill -9) by rank, ordered by time."""
     actors = dict(enumerate(_start(placement, size, arguments, environment)))
     events: queue.Queue[tuple[int, Output | int]] = queue.Queue()
     for rank, actor in actors.items():
@@ -242,7 +242,7 @@ def _send(placement: Placement, actors: Sequence[Any], number: int) -> None:
 
 
 def _escalation() -> Iterator[int]:
-    """Signals for ranks that outlive a failed one: none (0) at first, then SIGTERM, then SIGKILL."""
+    """Signals for the ranks that still run after one failed: 0 (none) at first, then SIGTERM, then SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end:
@@ -252,7 +252,7 @@ def _escalation() -> Iterator[int]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM for the ranks, which save and end."""
+    """Collect Ctrl-C and SIGTERM, which are forwarded to the ranks, so that they save and exit."""
     received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
