@@ -1,8 +1,8 @@
 """`keel verify --peers`: examine the KL terms of every installed trainer by calling the trainer's own functions.
 
-The terms of OpenRLHF, AReaL, tinker-cookbook and prime-rl are here, one function each; those of TRL and verl are beside
-their bridges. The four compute their policy term on workers or servers. A penalty in the reward or the advantage is
-therefore examined under the plain policy term −ρ·A.
+One function here returns the terms of each of OpenRLHF, AReaL, tinker-cookbook and prime-rl. Those of TRL and verl are
+in `trl/formulas.py` and `verl/formulas.py`. The four compute their policy term on workers or servers. A penalty in the
+reward or the advantage is therefore examined under the plain policy term −ρ·A.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Peer:
 
 
 def peers() -> Iterator[Peer]:
-    """Examine every peer in turn. A peer that cannot be called has a reason of one line."""
+    """Examine every peer in turn. A peer that cannot be called gets a one-line reason."""
     for name, package, tested, where in PEERS:
         try:
             installed = version(package)

@@ -25,7 +25,7 @@ MAX_NAMES = 3  # largest number of tensors that a message names
 
 
 class Sampler:
-    """Reads from vLLM: its tensors under checkpoint names, their digests, the adapter in a slot, and the dtype."""
+    """Reads from vLLM the checkpoint names and digests of its tensors, the adapter in a slot, and the dtype."""
 
     def __init__(self, call: Callable[..., list[Any]]) -> None:
         self._call = call
@@ -84,7 +84,7 @@ class Sampler:
 
 
 def _agreed(workers: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The digests that are equal on all workers. Other tensors are left out and therefore count as wrong."""
+    """The digests that are equal on all workers. Omitted tensors count as wrong."""
     first, *others = workers
     return {name: digest for name, digest in first.items() if all(other.get(name) == digest for other in others)}
 
@@ -223,7 +223,7 @@ class SyncLedger:
 
 
 def stop_or_warn(result: SyncResult, on_mismatch: Literal["stop", "warn"]) -> None:
-    """Stop or warn on a mismatch."""
+    """Raise `StaleWeights` or log a warning on a mismatch."""
     if result.wrong and on_mismatch == "stop":
         raise StaleWeights(str(result))
     if result.wrong:

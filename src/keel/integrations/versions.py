@@ -60,7 +60,7 @@ TRL = Bridge(
     peer="TRL",
     tested=("1.16",),
     install="'keel-rl[trl]'",
-    base="transformers==5.22.*",  # the TRL versions above pin TRL's own methods
+    base="transformers==5.22.*",  # `tested` pins TRL's own methods
     overridden=(
         *("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "_compute_loss", "training_step"),
         *("_get_grad_norm", "evaluation_loop"),

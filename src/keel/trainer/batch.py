@@ -116,7 +116,7 @@ class StepBatch:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest completion with its prompt: the lower limit of a pass."""
+        """Tokens of the longest completion with its prompt, the minimum size of a pass."""
         return max(len(g.prompt_tokens) + len(c.tokens) for g in self.groups for c in g.completions)
 
     @property
@@ -162,11 +162,11 @@ def each_anchor(batch: StepBatch, run: TrainingRun, change: Callable[[StepBatch,
 def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False) -> StepBatch:
     """Pack groups into microbatches. If the model allows shared prompts, a group is one row with its prompt once.
 
-    Each branch of an episode is a completion of its own, with the episode's reward and a share of its weight.
+    Each branch of an episode becomes a separate completion with the episode's reward and a share of its weight.
 
     The size of a microbatch is limited in tokens. A group is split only if it exceeds the limit. With flash attention
     a microbatch is a single row without padding. Each process packs its share of every minibatch. `stale` means that
-    older weights may have drawn the samples.
+    older weights may have sampled the completions.
     """
     device, shared, budget = run.policy.device, run.shared_prefix, run.microbatch_tokens
     episodes, groups = _episodes(groups), [_by_branch(group) for group in groups]
@@ -266,10 +266,10 @@ def _required_logps(run: TrainingRun) -> set[str]:
 def split(
     groups: Sequence[Group], budget: int, *, shared_prefix: bool, even: bool, one_row: bool = False
 ) -> list[list[Group]]:
-    """Split groups by `microbatches`. `even` lowers peak memory: sizes are balanced without more parts or splits."""
+    """Split groups with `microbatches`. `even` balances sizes without more parts or splits, to lower peak memory."""
     parts = microbatches(groups, budget, shared_prefix=shared_prefix, one_row=one_row)
     low, high = budget * (len(parts) - 1) // max(1, len(parts)), budget
-    for _ in range(3 if even and len(parts) > 1 else 0):  # three bisections leave an eighth of the possible gain
+    for _ in range(3 if even and len(parts) > 1 else 0):  # three bisections reach 7/8 of the possible gain
         middle = (low + high) // 2
         trial = microbatches(groups, max(middle, 1), shared_prefix=shared_prefix, one_row=one_row)
         if len(trial) > len(parts) or sum(map(len, trial)) > sum(map(len, parts)):
@@ -302,7 +302,7 @@ def _rank_shares(groups: Sequence[Group], count: int) -> list[Sequence[Group]]:
 
 
 def _row_budget(groups: Sequence[Group], budget: int) -> int:
-    """The row length is that of the longest group. Short groups share a row, which limits padding."""
+    """The row length, which is that of the longest group. Short groups share a row, which limits padding."""
     return min(max(map(row_length, groups)), budget)
 
 
@@ -352,7 +352,7 @@ def score_reference(batch: StepBatch, run: TrainingRun, anchor: Anchor | None = 
 class _ModelScores:
     """The scores of one model of a reference: log-probabilities of its rows (0 elsewhere).
 
-    For the exact KL, it also has the model's head and the microbatches with its hidden states.
+    For the exact KL, also the model's head, and the microbatches with the model's hidden states.
     """
 
     rows: Tensor | None
@@ -415,7 +415,7 @@ def _server_of(reference: Reference) -> ServerTeacher | None:
 def _score_server(
     batch: StepBatch, run: TrainingRun, server: ServerTeacher, rows: Tensor | None, *, topk: int | None
 ) -> _ModelScores:
-    """The scores by a server, of its own rows only. With `topk`, the hidden states are those of `KnownTokens`."""
+    """Score a server's rows. With `topk`, the microbatches' hidden states are the states of `KnownTokens`."""
     k, device = topk or 1, run.policy.device
     wanted = [True] * len(batch.completions) if rows is None else rows.tolist()
     sequences = [(group.prompt_tokens, c.tokens) for group in batch.groups for c in group.completions]
@@ -436,7 +436,7 @@ def _score_server(
 
 
 def _joined(batch: StepBatch, scored: Sequence[_ModelScores]) -> tuple[JoinedHeads, tuple[Microbatch, ...]]:
-    """The joined heads of several models, and each row's hidden states by its model, which end in the model's index."""
+    """Join the heads of several models. Each row has its own model's hidden states, followed by the model's index."""
     micros, widths = [], [0] * len(scored)
     for index, micro in enumerate(batch.micros):
         states = [hidden for each in scored if (hidden := each.micros[index].ref_hidden) is not None]

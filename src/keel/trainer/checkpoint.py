@@ -135,8 +135,8 @@ def save_weights(folder: Path, model: Any, tokenizer: Any, weights: Mapping[str,
 def state_dict_on_cpu(model: nn.Module) -> dict[str, Tensor]:
     """The weights in main memory. Tied weights are stored once.
 
-    transformers clones weights that share a storage where they are. The sampler lets projections share one, and a GPU
-    may have no room for the clones.
+    transformers clones tensors that share a storage on their device. The sampler stores projections in one tensor, and
+    a GPU may lack memory for the clones.
     """
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -204,7 +204,7 @@ def _save_trainer(
 
 
 def _references(run: TrainingRun) -> dict[str, Reference]:
-    """The references of all anchors. A name is used for the entry in the record and for the file."""
+    """The references of all anchors by name. The record's entry and the file have the same name."""
     named = {"reference": run.reference, "teacher": None if run.teacher is None else run.teacher.reference}
     return {name: reference for name, reference in named.items() if reference is not None}
 
@@ -240,7 +240,7 @@ def _save_reference(folder: Path, name: str, reference_state: Mapping[str, Any],
 
 
 def load_checkpoint(folder: Path, run: TrainingRun) -> State:
-    """Restore all state except the weights, with which the model was built. Raises if the reference differs."""
+    """Restore all state except the weights, which the model already has. Raises if the reference differs."""
     if run.queue is not None:
         run.queue.clear()
     record = _record_of(folder)
@@ -342,7 +342,7 @@ def saved_state(folder: Path) -> State | None:
 
 
 def last_good(folder: Path, confirmed: int) -> Path | None:
-    """The newest checkpoint whose step had no violation and was confirmed by the next step, or the start; or None."""
+    """The newest checkpoint of a confirmed step without skipped updates, or of step 0; None if there is none."""
     return next(iter(good_checkpoints(folder, confirmed)), None)
 
 

@@ -1,8 +1,8 @@
 """Two parts of a checkpoint: the optimizer's state, and the rollouts that were sampled ahead.
 
 The optimizer's state is a single file, or torch.distributed.checkpoint for sharded weights. Both can be loaded on any
-number of processes. Problems of rollouts are not saved, because they may not be serialisable as JSON. The task samples
-them again, so a resumed run trains on the same rollouts.
+number of processes. Problems of rollouts are not saved, because JSON may not support them. On resume the task samples
+the same problems again, so the run trains on the same rollouts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _distributed_state(optimizer: Optimizer, inner: Mapping[str, Any]) -> dict[s
 
 
 class _quiet(warnings.catch_warnings):
-    """Ignore warnings about torch's internals."""
+    """Ignore torch's warnings about its internals."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -88,7 +88,7 @@ PENDING = "pending.json"
 
 
 def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
-    """Write the rollouts after `state` to `pending.json`. Without a queue, no file is written."""
+    """Write the rollouts sampled ahead of `state` to `pending.json`. Without a queue, no file is written."""
     if run.queue is None:
         return
     steps = [{"step": step, **_record(rollouts)} for step, rollouts in run.queue.ready(state.step).items()]
@@ -97,7 +97,7 @@ def save_pending(folder: Path, run: TrainingRun, state: State) -> None:
 
 
 def load_pending(folder: Path, run: TrainingRun, state: State) -> dict[int, StepRollouts]:
-    """The saved rollouts by step; empty if max_staleness, or by a rollback the attempt, has changed."""
+    """The saved rollouts by step; empty if max_staleness has changed, or if a rollback changed the attempt."""
     path = folder / PENDING
     if run.queue is None or not path.exists():
         return {}

@@ -1,6 +1,6 @@
 """Guards against non-finite numbers, gradient spikes, an exceeded KL budget, rewards without signal and a KL at step 0.
 
-This module only computes on a step's numbers; `rollback.py` carries out the actions. Before the first update, policy,
+This module only evaluates a step's metrics; `rollback.py` carries out the actions. Before the first update, policy,
 reference and sampler are the same model, so their KL is rounding error. The check of step 0 detects a wrong kernel,
 mask or position in one of the passes. An error in both policy and reference leaves their KL at 0; the comparison with
 the sampler's log-probabilities detects it.
@@ -31,13 +31,13 @@ from keel.trainer.measure import measure_policy
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.state import State, TrainingRun
 
-NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and how many a limit needs
+NORM_WINDOW, MIN_NORMS = 50, 10  # gradient norms in the running median, and the minimum for a limit
 P95_FACTOR = 2.0  # limit of the 95th percentile, as a multiple of the limit of the mean
 
 
 @dataclass(frozen=True)
 class GuardViolation:
-    """A guard's result: the finding's code, one line of evidence, and the configured action."""
+    """A violation found by a guard: the finding's code, one line of evidence, and the configured action."""
 
     code: str
     message: str
@@ -115,7 +115,7 @@ def update_guard_state(
 ) -> State:
     """Update the guards' state after a step: recent norms, steps without signal, and the last confirmed step."""
     totals = {reward.total for group in batch.groups for reward in group.rewards}
-    rewards, group = rewards_of(batch.groups)  # the advantages are on the device
+    rewards, group = rewards_of(batch.groups)  # recomputed here, because the advantages are on the device
     silent = not bool(centred(rewards.float(), group, baseline).any())
     return next_guard_state(
         state, metrics, budget, applied_norms=applied_norms, constant=len(totals) == 1, silent=silent
@@ -194,7 +194,7 @@ def sampler_events(
 def tool_error_event(
     metrics: Mapping[str, float], completions: Sequence[Completion], limits: GuardLimits
 ) -> dict[str, str] | None:
-    """The fields of an event if most tool calls of a step failed: the share of failed calls and the first error."""
+    """The fields of an event (share of failed calls, first error) if over `limits.tool_errors` of the calls failed."""
     share = metrics.get("tool/error_fraction", 0.0)
     if share <= limits.tool_errors:
         return None
@@ -345,7 +345,7 @@ def step0_limits(
 def step0_violations(
     metrics: Mapping[str, float], limits: Step0Limits, action: str, advice: str
 ) -> list[GuardViolation]:
-    """The violations of KLs above their limits. NaN is above any limit."""
+    """One violation for each KL above its limit. NaN exceeds any limit."""
     found = []
     for (code, names, causes), limit in zip(_CHECKS, (limits.reference, limits.sampler), strict=True):
         name = next((n for n in names if limit is not None and not abs(metrics.get(n, 0.0)) <= limit), None)

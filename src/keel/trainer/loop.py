@@ -1,4 +1,4 @@
-"""The training loop: it decides when to evaluate, checkpoint and log, and ends the run."""
+"""The training loop: evaluations, checkpoints, logs, guards' actions and the end of a run."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ ROLLOUT_GROUPS = 2  # groups per step in rollouts.jsonl
 class TrainingJob:
     """A run with its directory, loggers and intervals. `evaluate` returns one record per task, the trained task first.
 
-    `final_kl` is the KL of the final policy. `active_alarms` are the kinds of events in the last step. An alarm is
-    logged only when it begins.
+    `final_kl` is the KL of the final policy. `active_alarms` are the kinds of alarms in the last step. An alarm
+    that lasts several steps is logged once.
     """
 
     run: TrainingRun
@@ -225,7 +225,7 @@ def _at_checkpoint(job: TrainingJob, state: State) -> State:
 
 
 def _is_new(violation: GuardViolation, before: State, state: State, guards: GuardOptions) -> bool:
-    """Whether a violation has just begun and must be logged here. Actions other than `warn` log it themselves."""
+    """Whether to log a violation here: a newly exceeded budget, or with `warn`, skips that just reached their limit."""
     if violation.code == "kl/over-budget":
         return not before.over_budget
     return violation.action == "warn" and state.consecutive_skips == guards.max_consecutive_nans

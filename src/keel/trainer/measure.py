@@ -1,4 +1,4 @@
-"""The metrics of a step: KL of every pair, rewards, lengths, times."""
+"""The metrics of a step: KL between policy, reference and sampler; rewards, lengths, times."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def measure(batch: StepBatch, passes: Sequence[FullScores], run: TrainingRun) ->
 
 
 def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
-    """KL of the rollout's policy against reference and sampler, from the scores of the first update's pass."""
+    """KL of the policy before the updates against anchors and sampler, from `batch.scores`."""
     rows, scores, mean = batch.rows, batch.scores, batch.actions.mean
     mask, logp = rows.action_mask, rows.old_logp
     assert scores is not None
@@ -120,7 +120,7 @@ def measure_policy(batch: StepBatch, run: TrainingRun) -> dict[str, Metric]:
 
 
 def measure_anchor(view: StepBatch, anchor: Anchor) -> dict[str, Number]:
-    """Compare the rollout's policy with an anchor, in its view of the batch. Metric names are the reference's."""
+    """Compare the policy before the updates with an anchor. The metrics have the reference's names."""
     rows, scores, where = view.rows, view.scores, view.actions
     if rows.ref_logp is None:
         return {}
@@ -138,7 +138,7 @@ def measure_anchor(view: StepBatch, anchor: Anchor) -> dict[str, Number]:
 
 
 def sample_weights(batch: StepBatch) -> Tensor | None:
-    """Importance weights w = π_old/μ `[B, T]` for off-policy samples; None if the old policy drew the samples.
+    """Importance weights w = π_old/μ `[B, T]` for off-policy samples; None for on-policy samples.
 
     The limits of `loss.mismatch` are not applied, because they would bias the mean.
     """

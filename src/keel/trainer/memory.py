@@ -151,7 +151,7 @@ def smaller_weights(policy: LoadedModel) -> Remedy:
 
 
 def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int) -> Remedy | None:
-    """Halve the largest pass if the longest sequence still fits, else use gradient checkpointing, else None."""
+    """Suggest half the largest pass if the longest sequence still fits, else gradient checkpointing, else None."""
     smaller = min(tokens, largest) // 2
     if smaller >= longest:
         return Remedy("optim.microbatch_tokens", f"{tokens}{_actual(largest, tokens)}", str(smaller))
@@ -161,7 +161,7 @@ def smaller_passes(policy: LoadedModel, tokens: int, largest: int, longest: int)
 
 
 def fewer_rows(rollout: RolloutOptions, rows: int) -> Remedy:
-    """Halve the number of completions sampled at a time. If it is one, halve the length."""
+    """Suggest half the number of completions sampled at a time. If it is one, suggest half the length."""
     at_a_time = min(rollout.max_batch or rows, rows)
     if at_a_time == 1:
         return _shorter(rollout)

@@ -119,11 +119,11 @@ class Optimizer:
         scaled = amp_dtype == torch.float16 and self.device.type == "cuda"
         self.scaler = torch.amp.GradScaler(self.device.type) if scaled else None
         if self.scaler:
-            self.scaler.scale(torch.zeros((), device=self.device))  # a process without passes also calls unscale_
+            self.scaler.scale(torch.zeros((), device=self.device))  # create the scale: ranks without passes unscale too
         self.reset()
 
     def begin(self) -> None:
-        """Begin a step: reset the records about its updates."""
+        """Begin a step: reset the records of its updates."""
         self.applied_norms: list[float] = []  # gradient norms of applied updates
         self.spiked = 0.0  # the largest norm above the spike limit
         self.nonfinite: str | None = None
@@ -201,10 +201,10 @@ class Optimizer:
         }
 
     def _sum_gradients(self) -> None:
-        """Sum gradients over processes. A parameter that no process used has no gradient afterwards either."""
+        """Sum gradients over processes. A parameter that no process used keeps `grad=None`."""
         if self.world.size == 1:
             return
-        replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP has summed the others
+        replicated = [p for p in self.parameters if not isinstance(p, DTensor)]  # FSDP sums sharded gradients
         used = torch.tensor([float(p.grad is not None) for p in replicated], device=self.device)
         self.world.all_reduce_([used])
         chosen = [p for p, count in zip(replicated, used.tolist(), strict=True) if count]

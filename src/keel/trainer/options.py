@@ -201,5 +201,5 @@ class WarmstartOptions(Options):
 
     @property
     def optim(self) -> OptimOptions:
-        """The optimizer options of the warm start: shared options from this section, and defaults of `optim`."""
+        """The optimizer options of the warm start: this section's values, and defaults of `optim` for the others."""
         return OptimOptions(**self.model_dump(include=set(OptimOptions.model_fields)))

@@ -1,8 +1,8 @@
 """Sampling ahead: a thread collects the rollouts of later steps while the policy is updated.
 
-With `rollout.max_staleness` K, step m trains on rollouts by the weights at the start of step m − K. If the run or a
-rollback began later, these are its first weights. The rule counts steps, not time. So results do not depend on speed,
-and a resumed run equals an uninterrupted one.
+With `rollout.max_staleness` K, the weights at the start of step m − K sample the rollouts of step m. In the first K
+steps of a run or after a rollback, the initial weights sample them. The lag is counted in steps, not in time, so
+results do not depend on speed, and a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class StepRollouts:
 
 
 class RolloutQueue:
-    """Samples later steps in order in one thread. Until `wait_for_sampler`, only this thread uses the engine.
+    """Samples the rollouts of later steps in one thread. Until `wait_for_sampler`, only this thread uses the engine.
 
     `sample(attempt, step, curriculum)` collects the rollouts of one step; `take` passes their failures to `record`. A
-    step is sampled with the weights and the curriculum at the time of its request. With `max_staleness` 1 the sampler
-    is idle at that time and syncs at once. Above 1 it may still work on an earlier step, so the trained parameters are
-    copied on the policy's device.
+    step is sampled with the weights and the curriculum at the time of its request. With `max_staleness` 1 the thread
+    is idle at that time, and the engine is synced at once. Above 1 the thread may still sample an earlier step, so the
+    trained parameters are copied on the policy's device.
 
-    All processes of `world` sample the same steps in the same order. The threads have their own connections
-    (`thread_world`), through which a step fails either on all processes or on none.
+    All processes of `world` sample the same steps in the same order. The threads use their own process group
+    (`thread_world`). A step that fails on one process fails on all.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RolloutQueue:
         return rollouts
 
     def sample_ahead(self, attempt: int, step: int, version: int, curriculum: Curriculum) -> None:
-        """Request the later steps that the current weights may sample."""
+        """Request the rollouts of the later steps that the current weights may sample."""
         steps = range(step + 1, step + self.max_staleness + 1)
         self._submit(attempt, [later for later in steps if later not in self._pending], version, curriculum)
 
@@ -137,7 +137,6 @@ class RolloutQueue:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait for the end of the thread."""
         if self._thread is not None:
             self._thread.join()
 

@@ -59,7 +59,6 @@ class DrawCount:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user."""
         if not self.skipped:
             return []
         counts = f"{self.skipped} of {self.drawn} drawn problems"
@@ -143,7 +142,7 @@ def _remedy(loaded: LoadedModel, groups: Sequence[Group], optim: OptimOptions) -
 
 
 def uses_structured_mask(loaded: LoadedModel) -> bool:
-    """Whether to use Keel's attention mask. transformers' own waits for the GPU to detect padding."""
+    """Whether to use Keel's attention mask. transformers' mask code waits for the GPU to detect padding."""
     return loaded.shared_prefix and loaded.device.type == "cuda"
 
 

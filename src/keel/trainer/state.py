@@ -34,7 +34,7 @@ Collect = Callable[..., list[Group]]  # `Collector.collect(problems, attempt=…
 
 @dataclass(frozen=True)
 class Anchor:
-    """A model with a KL term of its own: the reference, or a teacher in addition to it."""
+    """A model with its own KL term: the reference, or an additional teacher."""
 
     name: str  # its name in metrics, see `kl.measure.metric_of`
     reference: Reference | None
@@ -125,10 +125,10 @@ class State:
     """The state of a run after `step` finished steps: plain data, saved in checkpoints.
 
     `kl` is the state of the controller of the reference's β. `other_kl` holds the states of further anchors by name,
-    after their first change. `consecutive_skips` counts the last steps with a skipped update; `spike_skips` counts
-    those that were skipped only for spikes. `confirmed` is the last step whose weights the following step found good.
-    `lr_factor` is the factor of all rollbacks on the learning rate. `norms` are the gradient norms of the last updates.
-    `data` is the digest of the task's data. `curriculum` counts the groups so far.
+    after their first update. `consecutive_skips` counts the last steps with a skipped update; `spike_skips` counts
+    those that were skipped only for spikes. `confirmed` is the last step whose weights passed the next step's guards.
+    `lr_factor` is the product of all rollbacks' learning-rate factors. `norms` are the gradient norms of the last
+    applied updates. `data` is the digest of the task's data. `curriculum` holds decayed counts of the groups so far.
     """
 
     kl: KLState

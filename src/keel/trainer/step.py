@@ -68,8 +68,8 @@ def train_step(run: TrainingRun, state: State) -> Step:
         sample_ahead(run, state)                                        # rollout.max_staleness: sample later steps
     with clock("score"), memory("score"):
         stale = run.rollout.max_staleness > 0
-        batch = pack_step(rollouts.groups, run, stale=stale)            # one row a group, the prompt once
-        batch = score(batch, run, state)                                # ref_logp (old_logp where it is needed now)
+        batch = pack_step(rollouts.groups, run, stale=stale)            # one row per group, the prompt once
+        batch = score(batch, run, state)                                # ref_logp, and old_logp if needed now
     batch = reject(batch, run)                                          # kl.collect_max, truncated completions
     batch = each_anchor(batch, run, lambda view, anchor: penalize_rewards(view, anchor, state.kl_of(anchor).beta))
     batch = with_advantages(batch, run, state.step)
@@ -115,7 +115,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
     state = update_guard_state(state, line, batch, run.kl.budget, applied_norms=norms, baseline=baseline)
     with clock("sync"), memory("sync"):
         move_reference(run, state, line)
-        sync_engine(run, state)                                         # unless the queue samples ahead
+        sync_engine(run, state)                                         # a queue syncs the engine itself
     line |= {"guard/rollbacks": float(state.rollbacks), **clock.metrics(tokens)}
     return Step(state, line, batch)
     # fmt: on
@@ -124,7 +124,7 @@ def train_step(run: TrainingRun, state: State) -> Step:
 def score(batch: StepBatch, run: TrainingRun, state: State) -> StepBatch:
     """Compute `ref_logp` if β or a measurement needs it, and `old_logp` if it is needed before the first update.
 
-    If it is not, `old_logp` becomes the detached logp of the first update's own pass, which saves a pass.
+    Otherwise the detached logp of the first update's pass becomes `old_logp`, which saves a pass.
     """
     measured = run.kl.collect_max is not None or run.kl.measures(state.step)
     in_reward = {a.name for a in run.anchors if a.kl.placement == "reward" and state.kl_of(a).beta != 0.0}
@@ -186,8 +186,8 @@ def penalize_rewards(batch: StepBatch, of: TrainingRun | Anchor, beta: float) ->
 def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
     """Compute advantages of rewards and of KL penalties. Both are centred per group.
 
-    Both are divided by the standard deviation of their sum. After that, the warm-up scales the advantages of rewards
-    but not those of penalties.
+    Both are divided by the standard deviation of the penalized rewards. The warm-up then scales the advantages of
+    rewards only.
     """
     rows, baseline, warmup = batch.rows, run.loss.baseline, run.reward.warmup_steps
     assert rows.rewards is not None
@@ -210,7 +210,7 @@ def with_advantages(batch: StepBatch, run: TrainingRun, step: int) -> StepBatch:
 def other_terms(
     scores: FullScores, batch: StepBatch, micro: Microbatch, run: TrainingRun, state: State
 ) -> list[KLTerm]:
-    """The KL terms of a microbatch for all anchors except the reference."""
+    """The KL terms of a microbatch, for all anchors except the reference."""
     return [
         KLTerm(anchor.name, anchor.kl, state.kl_of(anchor).beta, anchor.pairing, own, view.view(micro))
         for anchor, own, view in zip(run.anchors[1:], scores.others, batch.others, strict=True)

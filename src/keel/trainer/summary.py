@@ -27,7 +27,7 @@ def summarise(
     """Accuracy and held-out reward before and after, retention on other tasks, and the final policy's KL.
 
     `kl` are the metrics of the final policy. The default is the metrics of the last step, which describe the weights
-    before its update. Accuracy is null for problems without answers. `findings` is null if the run was not judged.
+    before its update. Accuracy is null for problems without answers. `findings` is null if the run was not examined.
     `reward_failures` is the number of failed calls per reward.
     """
     first, last = _trained(state.before), _trained(state.evaluated)

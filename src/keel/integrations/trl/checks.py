@@ -155,9 +155,10 @@ class TraceRecorder(TrainerCallback):
 class DrawnCheck(TrainerCallback):
     """Find the step whose weights drew the completions, for any sampler: `trainer.add_callback(DrawnCheck(trainer))`.
 
-    The trained weights of the last `keep` steps are kept in main memory. Every `every` steps, each of them scores the
-    completions. The evidence of several steps is added until it decides for or against the policy. Then the test
-    restarts. The n-th test has the level 10⁻⁴/n(n+1), so the probability of a false alarm in a run is below 10⁻⁴.
+    The trained weights of the last `keep` steps are kept in main memory. Every `every` steps, these and the current
+    weights score the completions. Log-probabilities are added over steps until they decide for or against the policy.
+    Then a new test begins. The n-th test has the level 10⁻⁴/n(n+1), so the probability of a false alarm in a run is
+    below 10⁻⁴.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class DrawnCheck(TrainerCallback):
             self._evidence[name] += values
         report = check_drawn(self._evidence, "the policy", LEVEL / (self._starts * (self._starts + 1)))
         self.reports.append(report)
-        if report.sound:
+        if report.sound or report.stale:
             self._evidence = {}
         if report.stale:
             if self.on_mismatch == "stop":
@@ -245,7 +246,7 @@ class DrawnCheck(TrainerCallback):
 
 
 def _after_generation(trainer: Any, look: Callable[[Drawn], None]) -> None:
-    """Call `look` with each batch of completions, with the drawn tokens and TRL's scored inputs."""
+    """Call `look` with each batch of completions and TRL's scored inputs."""
     generate, score = trainer._generate, trainer._generate_and_score_completions
     drawn: dict[str, Any] = {}
 

@@ -158,7 +158,7 @@ class KeelRunCallback(TrainerCallback):
         self._directory: RunDirectory | None = None
         self._loggers: MultiLogger | None = None
 
-    # --------------------------------------------------------------------------------- what trainers write
+    # --------------------------------------------------------------------------------- written by trainers
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a line of metrics.jsonl."""
@@ -176,7 +176,6 @@ class KeelRunCallback(TrainerCallback):
             self._loggers.rollouts(step, records)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write an event."""
         if self._loggers is not None:
             self._loggers.event(kind, **fields)
 
@@ -192,7 +191,7 @@ class KeelRunCallback(TrainerCallback):
             fields["batch"] = name
         self.event("guard/skipped", step=step, cause="spike" if "spike" in cause else "non-finite", **fields)
 
-    # ------------------------------------------------------------------------------------ TRL's own moments
+    # --------------------------------------------------------------------------------------- events of TRL
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         if self.settings is None and self.rollouts_every is not None:
@@ -275,8 +274,9 @@ class KeelRunCallback(TrainerCallback):
 
 
 def trained_weights(model: Any) -> str:
-    """A fingerprint of the weights that the optimizer may change. The base under LoRA is excluded: TRL's syncs merge
-    and unmerge it.
+    """A fingerprint of the weights that the optimizer may change.
+
+    The base under LoRA is excluded, because TRL's syncs merge and unmerge adapters there.
     """
     named = unwrap(model).named_parameters()
     return fingerprint_tensors((name, parameter) for name, parameter in named if parameter.requires_grad)

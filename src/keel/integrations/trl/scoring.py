@@ -1,8 +1,8 @@
 """The reference of a policy that TRL has prepared, and TRL's tensors as Keel's rows, denominators and exact KL.
 
 The reference is a copy with its own head, or the policy with disabled adapters. For each sync, TRL merges the LoRA
-adapter for its sampler and unmerges it again. In floating point (W + Δ) − Δ is not W, so every sync would change the
-base slightly, and with it the reference. Keel therefore restores the base bit by bit.
+adapter for its sampler and unmerges it again. In floating point (W + Δ) − Δ is not W, so every sync would slightly
+change the base and therefore the reference. Keel restores the base bit by bit.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ FORWARD = (
 
 
 def action_mask(inputs: Mapping[str, Any]) -> Tensor:
-    """The mask of tokens that the policy sampled: completions without padding and tool answers."""
+    """The mask of tokens that the policy sampled: all of a completion except padding and tool answers."""
     mask: Tensor = inputs["completion_mask"]
     return (mask if inputs.get("tool_mask") is None else mask * inputs["tool_mask"]).bool()
 
@@ -136,8 +136,8 @@ def rows_of(inputs: Mapping[str, Any], *, filtered: bool) -> Batch:
 def denominators(args: Any, kl: KLOptions, inputs: Mapping[str, Any], accumulated: int | None) -> Denominators:
     """The denominators of a microbatch. The loss of an update is the mean over processes of sums over microbatches.
 
-    `accumulated` is the number of microbatches of the update, None in evaluation. Like TRL for dapo, the tokens are
-    counted over the batch of rollouts and scaled to one update. Only under bnpo's own reduction the count is local.
+    `accumulated` is the number of microbatches of the update, None in evaluation. As in TRL's dapo, tokens are
+    counted over the batch of rollouts and scaled to one update. Only bnpo's own reduction counts tokens per microbatch.
     """
     mask, microbatches = action_mask(inputs), accumulated or 1
     own = kl.placement != "loss" or kl.reduction == "loss"

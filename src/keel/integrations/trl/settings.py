@@ -1,4 +1,4 @@
-"""The bridge's settings: checks, the choice of β, notes on TRL's options, and these under Keel's names."""
+"""The bridge's settings: checks, the choice of β, notes, and TRL's options under Keel's names."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def settle(
 
 
 def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
-    """Refuse options that only Keel's own trainer has."""
+    """Refuse options that only Keel's own trainer supports."""
     if kl.placement == "reward":
         raise KeelError(
             "kl.placement=reward is not supported inside TRL, whose rewards Keel cannot change: use "
@@ -294,7 +294,7 @@ def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
 
 
 def _sampling_notes(args: Any) -> list[str]:
-    """Options that change the sampling distribution without log-probabilities to correct for it."""
+    """Notes on options that change the sampling distribution where no log-probabilities can correct for it."""
     given = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     notes = []
     if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):

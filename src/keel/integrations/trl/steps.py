@@ -61,7 +61,7 @@ class Steps(TrainerCallback):
             for parameter in trainer.model.parameters():
                 parameter.grad = None  # an optimizer skips parameters without a gradient, including their moments
         self.update = Update(window, line, applied, tokens)
-        # With this flag, which fp16's scaler also sets, the learning-rate schedule skips a skipped update.
+        # If this flag is True (fp16's scaler also sets it), transformers does not advance the learning-rate schedule.
         trainer.optimizer._is_overflow = False
 
     def _judged(self, window: Window) -> tuple[dict[str, float], bool, int]:
@@ -91,7 +91,7 @@ class Steps(TrainerCallback):
         if not self.update.applied:
             self.trainer.optimizer._is_overflow = True
 
-    # --------------------------------------------------------------------------------------- a step's end
+    # --------------------------------------------------------------------------------------- end of a step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Update β, move the reference, log, and stop if a guard asks for it."""
@@ -184,7 +184,7 @@ class Steps(TrainerCallback):
         if trainer._world.is_main:
             print(trainer.keel_stopped, flush=True)
 
-    # ------------------------------------------------------------------------------------ what is recorded
+    # ------------------------------------------------------------------------------------------- recording
 
     def _record(self, line: Mapping[str, float], before: State, update: Update) -> None:
         """Log Keel's metrics in TRL and a complete line in the run directory; save the batch of a skipped update."""

@@ -237,7 +237,7 @@ class KeelGRPOTrainer(GRPOTrainer):
             self._evaluated.append(on_host(done))
         return policy_loss + penalty
 
-    # ------------------------------------------------------------------------------------- what is measured
+    # ----------------------------------------------------------------------------------------- measurement
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

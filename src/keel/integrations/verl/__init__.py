@@ -1,4 +1,4 @@
-"""Keel inside verl: a trainer mode `keel_sync`, which verl's plugin loader registers; you import nothing.
+"""Keel inside verl: the trainer mode `keel_sync`. verl's plugin loader registers it, so no import is needed.
 
 verl loads its plugins in every process, so only `trainer` and `loss` import verl.
 """

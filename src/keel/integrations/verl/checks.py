@@ -21,8 +21,8 @@ class SyncCheck:
 
     `sampler` is `Sampler.served(*urls)` with the address of each of verl's vLLM servers. They need
     VLLM_SERVER_DEV_MODE=1, and `rollout.engine_kwargs.vllm.worker_extension_cls` must be
-    keel.integrations.verl.worker.SyncWorker. `adapter` is the id of a LoRA adapter beside their base (verl uses 123);
-    without it, adapters are merged.
+    keel.integrations.verl.worker.SyncWorker. `adapter` is the id of a LoRA adapter that they store separately
+    from the base (verl uses 123); None means that adapters are merged.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ KINDS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+")
 
 
 def formulas() -> Sequence[PeerTerm]:
-    """Every KL term of the installed verl that can be called on its own."""
+    """Every KL term of the installed verl that can be called separately."""
     actor, algorithm = _defaults("actor/actor"), _defaults("ppo_trainer")["algorithm"]
     terms = [
         PeerTerm(
@@ -81,7 +81,7 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def _in_reward(kind: str) -> Losses:
-    """The reward minus the penalty is the advantage in verl's own policy loss."""
+    """Use the reward minus the penalty as the advantage in verl's own policy loss."""
     actor = _actor()
 
     def losses(policy: Tensor, ref: Tensor, sampler: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _distillation(config: DistillationLossConfig) -> Losses:
 
 
 def _one_token(logp: Tensor, teacher: Tensor, old: Tensor) -> tuple[dict[str, Tensor], TensorDict]:
-    """A model's output and verl's data of one prompt token with one sampled token."""
+    """A model's output and verl's data for one prompt token and one sampled token."""
 
     def scored(value: Tensor, last: tuple[int, ...] = ()) -> Tensor:  # a token is scored at the position before it
         both = torch.stack([value, torch.zeros_like(value)]).view(2, *last)

@@ -25,7 +25,7 @@ REPORTED = ("loss/kl", "loss/policy")
 
 
 def policy_config(actor: Any) -> Any:
-    """verl's options of the actor for its loss, with its own KL term off."""
+    """verl's actor options for its loss, without verl's own KL term."""
     return omega_conf_to_dataclass(OmegaConf.merge(actor, {"use_kl_loss": False}))
 
 
@@ -47,7 +47,7 @@ class KeelLoss:
         return policy + penalty, metrics
 
     def penalty(self, logp: Tensor, data: Any) -> tuple[Tensor, Number]:
-        """The KL's part of a microbatch's loss (with β) and its value, both times the number of averaged ranks."""
+        """The KL's part of a microbatch's loss (with β) and its value, times the ranks over which verl averages."""
         rows = data.select("response_mask", "old_log_probs", "ref_log_prob").to_padded_tensor()
         batch = Batch(rows["response_mask"].bool(), old_logp=rows["old_log_probs"], ref_logp=rows["ref_log_prob"])
         mode = self.actor.loss_agg_mode

@@ -25,17 +25,17 @@ logger = logging.getLogger("keel")
 
 
 def register(module: ModuleType) -> None:
-    """After verl's trainers are loaded, make them refuse a section `keel` that they ignore, and register Keel's."""
+    """Register Keel's trainer, and make verl's own trainer refuse options of Keel that it would ignore."""
     refuse_unread(module.PPOTrainer)
     importlib.import_module("keel.integrations.verl.trainer")
 
 
 def guard_legacy_trainer(module: ModuleType) -> None:
-    """The same for the trainer of `trainer.use_v1=False`."""
+    """Make the trainer of `trainer.use_v1=False` refuse options of Keel that it would ignore."""
     refuse_unread(module.RayPPOTrainer)
 
 
-# The first has the registry and imports every engine, which is too slow to import in every process.
+# verl.trainer.ppo.v1 has the registry, but it imports every engine, which is too slow for every process.
 HOOKS: dict[str, Hook] = {
     "verl.trainer.ppo.v1": register,
     "verl.trainer.ppo.ray_trainer": guard_legacy_trainer,

@@ -138,7 +138,7 @@ def _check_done_here(kl: KLOptions) -> None:
 
 
 def off_policy(config: Any) -> bool:
-    """Whether a batch of rollouts serves several updates, or is scored only by its sampler."""
+    """Whether a batch of rollouts is used for several updates, or has only the sampler's log-probabilities."""
     actor = config.actor_rollout_ref.actor
     several = actor.ppo_epochs > 1 or config.data.train_batch_size > actor.ppo_mini_batch_size
     return bool(several or _correction(config, "bypass_mode"))

@@ -35,9 +35,9 @@ VERL.check_names(ActorRolloutRefWorker, VERL_WORKER_METHODS)
 
 
 class RewardBeta:
-    """β in verl's interface of a controller of the KL in the reward.
+    """β in verl's interface for a controller of the KL in the reward.
 
-    Keel updates it at the end of a step by the measured KL; verl's own update has no effect.
+    Keel updates β at the end of a step from the measured KL; verl's own `update` has no effect.
     """
 
     def __init__(self, trainer: KeelPPOTrainerSync) -> None:
