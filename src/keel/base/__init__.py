@@ -14,9 +14,10 @@ from typing import Any
 
 
 class _LazyPackage(ModuleType):
-    """A package whose `__all__` loads lazily. A public function keeps its name when a submodule of that name loads.
+    """A package that loads the names in `__all__` on first access.
 
-    Importing a submodule sets it on the package, which only a class's `__setattr__` can intercept.
+    Importing a submodule binds it to the package and so replaces a public function of the same name. Only a class's
+    `__setattr__` can prevent that.
     """
 
     def __dir__(self) -> Iterable[str]:
@@ -29,7 +30,7 @@ class _LazyPackage(ModuleType):
 
 
 def lazy_attributes(room: str, modules: str) -> Callable[[str], Any]:
-    """A package's `__getattr__`: each name of `__all__` comes from the first of `modules` (space-separated) with it."""
+    """Return a package's `__getattr__`. It looks up names of `__all__` in `modules` (space-separated), in order."""
     package = sys.modules[room]
     package.__class__ = _LazyPackage
 

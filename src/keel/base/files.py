@@ -44,7 +44,7 @@ def _plain(value: Any, name: str, nonfinite: list[str]) -> Any:
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8; a lone surrogate (half a character of a token) becomes its JSON escape."""
+    """Encode as UTF-8. A lone surrogate (half a character) becomes its JSON escape."""
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -80,7 +80,7 @@ def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make a rename in this folder durable, where the file system can."""
+    """Make a rename in this folder durable, if the file system supports it."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -154,7 +154,7 @@ def lines_after(path: Path, step: int, history: Collection[str] = ()) -> bytes:
 
 
 def _split_at_step(path: Path, step: int, history: Collection[str]) -> tuple[list[bytes], list[bytes]]:
-    """(lines up to `step`, which `drop_lines_after` keeps, and lines past it, which it drops)."""
+    """Return (lines that `drop_lines_after` keeps, lines that it drops)."""
     before: list[bytes] = []
     past: list[bytes] = []
     lines = _lines(path)
@@ -185,7 +185,7 @@ def unreadable_lines(path: Path) -> list[int]:
 
 
 def json_lines(lines: Iterable[bytes], *, strict: bool = False) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(number, record) of every line that is not blank, as `json_object` reads it."""
+    """Yield (number, record or error text) for every line that is not blank; see `json_object`."""
     for number, line in enumerate(lines, start=1):
         text = line.removeprefix(BOM_UTF8) if number == 1 else line
         if text.strip():
@@ -193,7 +193,7 @@ def json_lines(lines: Iterable[bytes], *, strict: bool = False) -> Iterator[tupl
 
 
 def json_object(line: bytes, *, strict: bool = False) -> dict[str, Any] | str:
-    """The JSON object of a line, or the reason why it is none; `strict` refuses NaN and invalid UTF-8."""
+    """The JSON object of a line, or an error text. `strict` refuses NaN and invalid UTF-8."""
     try:
         text = line.decode("utf-8", "strict" if strict else "replace")
         record = parse_json(text, parse_constant=no_constant if strict else None)

@@ -1,4 +1,4 @@
-"""Requests with JSON answers: redirects to other origins refused, failures retried, time and size limited."""
+"""HTTP requests with JSON answers. Redirects to other origins are refused, failures retried, time and size limited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RequestFailed(Exception):
 def check_reachable(
     who: str, url: str, headers: Mapping[str, str] | None = None, *, option: str, timeout_s: float
 ) -> None:
-    """Connect to the server and send no request; an unset variable fails too."""
+    """Check that the server accepts connections. An unset environment variable raises `RequestFailed` too."""
     parts = urlsplit(_filled(url, option))
     _headers(headers, option)
     host = str(parts.hostname)
@@ -73,10 +73,10 @@ def ask(
     backoff_s: float,
     max_bytes: int = _MAX_BYTES,
 ) -> Any:
-    """The JSON answer to a POST of `body` (to a GET without one), or `RequestFailed`.
+    """Return the JSON answer to a POST of `body`, or to a GET without `body`. Raises `RequestFailed`.
 
-    `url` and `headers` may contain environment variables; `option` is the one that gave the URL; `headers` is an option
-    of the same section. Connection errors, timeouts, status 429 and 5xx are retried with exponential backoff.
+    `url` and `headers` may contain environment variables. Errors name `option` for the URL, and `headers` in the same
+    section. Connection errors, timeouts, status 429 and 5xx are retried with exponential backoff.
     """
     import httpx2
 

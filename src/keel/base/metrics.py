@@ -1,6 +1,6 @@
 """Mergeable metrics: over microbatches with `+`, over processes with `World.reduce`.
 
-Their fields may be tensors of one element on a device; `to_host` moves all of them in one transfer.
+Fields may be one-element tensors on a device; `to_host` moves all of them in one transfer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ M = TypeVar("M", bound="Metric")
 
 @dataclass(frozen=True)
 class Sum:
-    """A total, such as a loss whose denominator was global from the start."""
+    """A total, such as a loss that is already divided by the global denominator."""
 
     total: Number
 
@@ -144,7 +144,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge(first: Metrics, second: Metrics) -> dict[str, Metric]:
-    """Merge two sets of metrics; a name in both is added."""
+    """Merge two sets of metrics; metrics with the same name are added."""
     merged = dict(first)
     for name, metric in second.items():
         merged[name] = metric if name not in merged or isinstance(metric, Last) else merged[name] + metric

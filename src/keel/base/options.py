@@ -57,7 +57,7 @@ Temperature = Annotated[NonNegativeFloat, AfterValidator(_temperature)]
 
 @dataclass(frozen=True)
 class RequiresOption:
-    """In an option's type: the option is read only if the option `other` of its section has one of `values`."""
+    """Annotation of an option that is read only if the option `other` of its section has one of `values`."""
 
     other: str
     values: tuple[Any, ...]
@@ -149,9 +149,9 @@ LIST_OPTIONS = "`keel train --print-config` shows every option"
 
 
 def similar_options(name: str, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Options that `name` may mean: similar spelling of all or of the last part, else the same words.
+    """Options with a similar full name or last part; without any, options with the same words.
 
-    `aliases` maps accepted other names to options.
+    `aliases` maps other accepted names to options.
     """
     section, _, leaf = name.rpartition(".")
     meant: dict[str, list[str]] = {}
@@ -212,7 +212,7 @@ def one_line(
 ) -> str:
     """The first error in one line; unknown names first, since a misspelt option often causes the rest.
 
-    `instead` gives the advice for a plain value in place of a section or a list of sections.
+    `instead(name, value)` gives advice for a plain value where a section or a list of sections is expected.
     """
     errors, prefix = error.errors(include_url=False), f"{section}." if section else ""
     for item in errors:
@@ -244,7 +244,7 @@ def one_line(
 
 
 def _likeliest(errors: Sequence[Any]) -> Any:
-    """Of the errors of a union's branches, the deepest: that branch matched the value best."""
+    """The deepest error of a union's branches: its branch matched the value best."""
     first = errors[0]
     same = [item for item in errors if _dotted(item["loc"]).startswith(_dotted(first["loc"]))]
     return max(same, key=lambda item: sum(map(_dotted(item["loc"]).count, ".[")))

@@ -1,4 +1,4 @@
-"""Parts that an option names (task, reward, engine, logger…). A factory's signature declares its part's parameters."""
+"""Parts that an option names (task, reward, engine, logger…). A factory's signature declares the part's parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_working_folder() -> None:
 def import_object(spec: str, part: str, *, callable_only: bool = True) -> Any:
     """Import `module:attr`; the working folder is on the path.
 
-    `part` names its purpose in errors: an option (`kl.estimator`) or a kind (`task`).
+    `part` is the option (`kl.estimator`) or the kind (`task`) that errors name.
     """
     label = f"{part}={spec}" if "." in part else f"{part} {spec!r}"
     if not is_import_path(spec):
@@ -76,7 +76,7 @@ def part_arguments(
     reserved: Collection[str] = (),
     **offered: Any,
 ) -> dict[str, Any]:
-    """The keyword arguments for a part's factory: its own parameters, and those of `offered` that it takes.
+    """The keyword arguments for a part's factory: `params`, and those of `offered` that it takes.
 
     A part declares keyword parameters, or one parameter `options` whose type is a subclass of `Options`. A parameter
     that is undeclared, missing or of the wrong type raises a KeelError. The caller passes the first `positional`

@@ -20,7 +20,7 @@ _STRONG = frozenset(("apikey", "secret", "password", "passwd", "passphrase", "au
 _SHORT = frozenset(("key", "keys", "token", "secrets", "credential", "auth", "bearer", "cookie", "signature", "sig"))
 _JOINED = frozenset(("accesstoken", "authtoken", "jwt"))
 _SECRET_WORDS = _NUMBERS_TOO | _STRONG | _SHORT | _JOINED
-_ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # enough by themselves in a text
+_ALONE = _SECRET_WORDS - {"key", "keys", "pin", "sig", "signature"}  # secret in a text without a prefix such as `api`
 _KEY_PREFIXES = frozenset(("access", "account", "api", "auth", "client", "private", "secret", "service", "signing"))
 _TOKENIZER_WORDS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask"))  # a tokenizer's special tokens
 # Words before `key` in names of columns, groupings and sort keys.
@@ -78,7 +78,7 @@ def _names(text: str) -> list[str]:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A configuration, or the value of the option `name`, with its secrets masked; references (`$NAME`) stay."""
+    """Mask the secrets of a configuration, or of the option `name`. References (`$NAME`) stay."""
     return _walk(value, name, _mask)
 
 
@@ -246,14 +246,14 @@ def _is_number(value: str) -> bool:
 
 
 def _mask_url(url: str, mask: Mask) -> str:
-    """A URL without name and password before the host, and without long values in the query and the fragment."""
+    """Mask a URL's user and password, and secret or long values in its query and fragment."""
     scheme, _, remainder = url.partition("://")
     location, separator, query = re.match(r"([^?#]*)([?#]?)(.*)", remainder, re.DOTALL).groups()  # type: ignore[union-attr]
     authority, slash, path = location.partition("/")
     userinfo, at, host = authority.rpartition("@")
     if at:
         user, colon, password = userinfo.partition(":")
-        is_reference = password and not _REFERENCE.sub("", password)  # then the user name is no token
+        is_reference = password and not _REFERENCE.sub("", password)  # then the user name is not a token
         user, password = (user if is_reference or not user else mask(user)), mask(password) if password else ""
         authority = f"{user}{colon}{password}@{host}"
 

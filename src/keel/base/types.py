@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-Message = Mapping[str, str]  # a role and a content; of a tool also its name and the id of the call
+Message = Mapping[str, str]  # role and content; a tool's message also has its name and the id of the call
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: a key that is stable under the seed, the prompt (text or chat messages), the answer.
+    """A problem: a key (equal for equal seeds), the prompt (text or chat messages) and the answer.
 
     `tools` are the JSON schemas of tools that the chat template writes into the prompt.
     """
@@ -33,11 +33,10 @@ class Completion:
     `tokens` are all tokens after the prompt; `action` is true where the policy sampled the token (tool output and
     later user turns are false). `sample_logp` is the engine's log-probability at the sampling temperature before
     any filter, `filtered_logp` after top-p/top-k/min-p. Both are 0 where `action` is false. `stop_reason` is eos,
-    stop, length, or `turns` if an episode reached its turn limit. `counts` are an episode's figures, by the
-    metric names they are logged under. `turns` describe an episode's turns, for `keel show` and the report: the numbers
-    of sampled `tokens` and of tokens of the `reply`, the turn's own `stop_reason`, and the episode's `note`. `branches`
-    are further contexts of the same episode, whose program rewrote its history: a token that several of them share is
-    trained in one.
+    stop, length, or `turns` if an episode reached its turn limit. `counts` are the episode's metrics, by logged name.
+    `turns` has one record per turn, for `keel show` and the report: the number of sampled `tokens`, the number of
+    tokens of the `reply`, the `stop_reason`, and the episode's `note`. `branches` are further contexts of the episode,
+    if its program rewrote the history. A token that several branches share is trained once.
     """
 
     tokens: tuple[int, ...]
@@ -94,10 +93,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Scores:
-    """What one pass of the policy returns, each `[B, T]`, fp32, aligned to the token it scores.
+    """The results of one pass of the policy, each `[B, T]`, fp32, aligned to the token that it scores.
 
-    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` KL(ref‖policy), `divergence` the
-    penalty's own if it is another one.
+    `exact_kl` is KL(policy‖ref) over the vocabulary, `ref_policy_kl` is KL(ref‖policy). `divergence` is the penalty's
+    divergence if it is neither of these.
     """
 
     logp: Tensor
@@ -111,12 +110,12 @@ class Scores:
 class Batch:
     """The inputs of the losses: one right-padded row per completion. All tensors are `[B, T]` unless noted.
 
-    `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: the same) leaves tokens out
-    of the policy term while they stay under the KL penalty. `kl_advantages` `[B]` is the contribution of a
-    KL penalty in the reward, kept separate from the rewards' advantages. `group` `[B]` numbers the group of each row.
-    `weight` `[B]` is a row's share of its episode's tokens, None where each row is an episode.
+    `action_mask` is true only on tokens that the policy sampled. `policy_mask` (default: `action_mask`) selects the
+    tokens of the policy term; the KL penalty applies to all action tokens. `kl_advantages` `[B]` is the contribution of
+    a KL penalty in the reward, separate from the rewards' advantages. `group` `[B]` is the number of each row's group.
+    `weight` `[B]` is a row's share of its episode's tokens, None if each row is an episode.
     `filtered_logp` is the log-probability under the filtered distribution (top-p, top-k, min-p), NaN where the engine
-    did not report it. `stale`: the samples may come from a policy older than the old one.
+    did not report it. `stale` is true if the samples may come from a policy older than that of `old_logp`.
     """
 
     action_mask: Tensor

@@ -1,7 +1,7 @@
 """End all ranks when one fails. The rank that fails first reports the error; the others exit with its status.
 
 A store (torchrun's, or one that rank 0 opens) holds the first failure. One thread polls it every second. Another thread
-waits for the next rank's shutdown message: a connection that closes without it means that this rank has died.
+waits for the next rank's shutdown message. If the connection closes without it, that rank has died.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FAILURE_KEY = "failure"
 LAUNCH_FLAGS = "KEEL_LAUNCH_FLAGS"  # environment variable: the flags that the launcher was started with
 
 _rendezvous_ids = itertools.count()
-_exiting = threading.Lock()  # held by the thread that ends this process
+_exiting = threading.Lock()  # held by the thread that reports the lost store, so that only one does
 
 
 class FailedRank(NamedTuple):
@@ -56,7 +56,7 @@ def process_rank() -> int:
 
 
 def process_count() -> int:
-    """The number of processes (WORLD_SIZE), as torchrun or another launcher sets it; 1 without."""
+    """The number of processes (WORLD_SIZE), set by torchrun or another launcher; 1 if unset."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -65,7 +65,7 @@ def is_first_failure(status: int) -> bool:
     if process_count() == 1 or not (_uses_torchrun_store() or _client.cache_info().currsize):
         return True
     try:
-        if process_rank() > 0 and _first_failure() is None:  # rank 0 reports an error that all ranks have
+        if process_rank() > 0 and _first_failure() is None:  # if all ranks have the error, rank 0 reports it
             time.sleep(POLL_S)
         return _claim_first_failure(status).rank == process_rank()
     except (KeelError, RuntimeError):  # the store is closed
@@ -155,7 +155,7 @@ def _resume_hint(resume: str) -> str:
 
 
 def _in_collective(error: BaseException) -> bool:
-    """Whether another rank is the likely cause: a PeerFailed error, or one that torch.distributed raised."""
+    """Whether another rank is the likely cause: a PeerFailed error, or an error from torch.distributed."""
     if isinstance(error, PeerFailed):
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
@@ -254,7 +254,7 @@ def _failure_store() -> Store:
 
 
 def _restart_count() -> str:
-    """Torchrun's store outlives a restart of the processes: each restart has its own keys."""
+    """Torchrun's restart count, a prefix of keys, because its store outlives a restart of the processes."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 

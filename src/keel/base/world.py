@@ -1,7 +1,7 @@
-"""The processes of a run: rank, number of processes, and collectives between them. A single process sends nothing.
+"""The processes of a run: rank, number of processes, and collectives between them.
 
-Every process draws all problems, samples its share and gathers all groups; every process runs its share of the passes
-and gathers all scores. All ranks therefore branch alike, and only rank 0 writes files.
+Every process draws all problems, samples its share and gathers all groups. It runs its share of the passes and
+gathers all scores. All ranks therefore branch alike. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keel.base.watchdog import PeerFailed, process_count, process_rank, rendezvo
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 2**24  # elements of one all_reduce
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the longest that a collective waits, such as for rank 0's report
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # longest wait of a collective, such as for rank 0's report
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class World:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """If one process of a `new_group` fails in the block, all raise."""
+        """If one process of a `new_group` fails in the block, all processes raise."""
         yield
 
     def shard(self, items: Sequence[T]) -> Sequence[T]:
@@ -176,7 +176,7 @@ def is_main_process() -> bool:
 def open_world(device: str = "auto", *, settings: Mapping[str, Any] | None = None, resume: str = "") -> Iterator[World]:
     """The processes that torchrun or another launcher started; SINGLE_PROCESS if there is one.
 
-    All must have the same `settings`. A failure of one ends all; its error shows the command `resume`.
+    All must have the same `settings`. If one fails, all end, and the error shows the command `resume`.
     """
     if process_count() == 1:
         yield SINGLE_PROCESS

@@ -49,7 +49,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def load_package_yaml(package: str, name: str) -> Any:
-    """Load a YAML file of a package, with libyaml if PyYAML has it. Only for these: deep nesting crashes libyaml."""
+    """Load a package's YAML file, with libyaml if PyYAML has it. Trusted files only: deep nesting crashes libyaml."""
     return yaml.load(files(package).joinpath(name).read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

@@ -25,8 +25,8 @@ class EvalResult:
     None if problems have no answers and only the reward counts.
 
     Intervals are 95 %: Wilson's with an effective sample size for fractions (`wilson`), normal over the problems' means
-    for the reward. `extra` holds pass@1 and reward of each task of a mixture, and the task's `extra_metrics`; `shares`
-    each problem's fraction of correct samples.
+    for the reward. `extra` holds pass@1 and reward of each task of a mixture, and the task's `extra_metrics`. `shares`
+    are the problems' fractions of correct samples.
     """
 
     task: str
@@ -78,7 +78,7 @@ def evaluate(
     samples: int | None = None,
     temperature: float = 1.0,
 ) -> EvalResult:
-    """Sample every problem `samples` times (default: the largest k); the task's own reward decides what is correct.
+    """Sample every problem `samples` times (default: the largest k); the task's own reward judges the samples.
 
     Temperature 0 is greedy, with one sample. Other options are the collector's. Equal arguments and weights give equal
     results. Evaluations of one run share their sampling noise, so differences come from the policy.
@@ -100,7 +100,7 @@ def evaluate(
 def summarise(
     task: Task, groups: Sequence[Group], k: Sequence[int], *, greedy: bool = False, task_reward: str = TASK
 ) -> EvalResult:
-    """The figures of judged groups of equal size; `task_reward` names the task's own reward in them."""
+    """The result for judged groups of equal size. `task_reward` names the task's own reward in their parts."""
     samples = len(groups[0].completions)
     answered = not task.prompts_only
     right = [_count_correct(task, group, task_reward) for group in groups] if answered else []
@@ -141,7 +141,7 @@ def _by_task(task: Task, groups: Sequence[Group], figures: Mapping[str, Sequence
 
 
 def extra_metrics(task: Task, groups: Sequence[Group]) -> dict[str, float]:
-    """A task's own `extra_metrics(groups)`, checked to be finite numbers by name."""
+    """Call the task's `extra_metrics(groups)` and check that it returns finite numbers by name."""
     metrics = task.extra_metrics(groups)
     if not isinstance(metrics, Mapping):
         kind = type(metrics).__name__
@@ -191,7 +191,7 @@ def _differences(task: str, values: Sequence[Mapping[str, float]]) -> list[float
 
 
 def _count_correct(task: Task, group: Group, task_reward: str) -> int:
-    """The number of correct completions: by the reward part `correct`, else by the gold answer's reward."""
+    """Count completions with reward part `correct` = 1, or without it, those that reach the gold answer's reward."""
     part = "correct" if task_reward == TASK else f"{task_reward}/correct"
     without = [reward for reward in group.rewards if part not in reward.parts]
     right = sum(reward.parts[part] >= 1.0 for reward in group.rewards if part in reward.parts)

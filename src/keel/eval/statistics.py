@@ -37,7 +37,7 @@ class Estimate:
 class Correlation:
     """A correlation with its 95 % interval by Fisher's z; None for too few points or |r| = 1.
 
-    For |r| = 1, `p` is the exact p-value of a permutation test.
+    For |r| = 1, `p` is the p-value of a permutation test.
     """
 
     value: float
@@ -80,9 +80,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def wilson(shares: Sequence[float], samples: int = 1) -> Interval:
     """Wilson's 95 % interval of a mean of fractions, one per problem, each of `samples` samples.
 
-    Samples of one problem are correlated, so the number of trials is the effective one (as Franco et al. 2019
-    recommend for clusters): p(1-p) over the squared standard error between problems, at least the number of problems
-    and at most that of samples. With one sample it is the ordinary interval; it has a width even if all are equal.
+    Samples of one problem are correlated, so the number of trials is the effective sample size (Franco et al. 2019):
+    p(1−p)/SE², with the standard error SE between problems, clamped to the range from the number of problems to that of
+    all samples. With one sample per problem it is the ordinary interval. It has a width even if all values are equal.
     """
     mean, count = fmean(shares), len(shares)
     between = variance(shares) / count if count > 1 else 0.0
@@ -104,10 +104,10 @@ def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
     """The adjusted Wald interval of a mean of paired differences in [−1, 1], 95 %.
 
     m ± 1.96·√((s − m²)/(n+2)) with m = Σdᵢ/(n+2) and s = (Σdᵢ² + 2a²)/(n+2): two problems are added, one that gains a
-    and one that loses a, so that the interval has a width even if no problem changed. With one sample a problem a = 1,
-    which is Bonett and Price 2012 for right or wrong answers (doi 10.3102/1076998611411915). With k samples a² is 1/k,
-    the variance of a mean of k such answers, or the mean square of the nonzero differences if larger, because samples
-    of one problem are correlated.
+    and one that loses a, so that the interval has a width even if no problem changed. With one sample per problem,
+    a = 1 (Bonett and Price 2012, doi 10.3102/1076998611411915). With k samples, a² is 1/k, the variance of a mean of k
+    answers. If the mean square of the nonzero differences is larger, a² is that, because samples of one problem are
+    correlated.
     """
     changed = [d * d for d in differences if d]
     added = max(1 / samples, fmean(changed)) if changed else 1 / samples
@@ -123,8 +123,8 @@ def paired_interval(differences: Sequence[float], samples: int = 1) -> Interval:
 def estimate(values: Sequence[float], *, scale: float = 0.0) -> Estimate | None:
     """Mean, t-interval and two-sided p of "the mean is 0"; None without values.
 
-    Values that are equal up to rounding at `scale` or their own size have no interval: agreement of a few seeds comes
-    from coarse measurement and does not predict the next seed.
+    Values that are equal up to rounding, relative to `scale` or to their size, have no interval. A few seeds agree
+    because the measurement is coarse, which does not predict the next seed.
     """
     if not values:
         return None
@@ -223,7 +223,7 @@ def _correlation(xs: Sequence[float], ys: Sequence[float], z_variance: Callable[
 
 
 def _perfect(xs: Sequence[float]) -> float:
-    """Two-sided permutation p-value of |r| = 1: the fraction of all n! orders with |r| = 1; equal values may swap."""
+    """Two-sided permutation p-value of |r| = 1: 2·Πmᵢ!/n!, with mᵢ the counts of equal values. At most 1."""
     same = math.prod(math.factorial(list(xs).count(value)) for value in set(xs))
     return min(1.0, 2 * same / math.factorial(len(xs)))
 

@@ -1,4 +1,4 @@
-"""Controllers of β: fixed, scheduled, or driven by the measured KL. `init` and `update` return plain-data state.
+"""Controllers of β: fixed, scheduled, or driven by the measured KL. `init` and `update` return a serialisable state.
 
 Every controller declares the unit of the KL that it reads (`per_token`: mean nats per token; `per_sequence`: nats
 summed over a sequence). It keeps β within bounds, ignores a non-finite KL, and supports a linear warm-up.

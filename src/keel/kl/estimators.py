@@ -1,6 +1,6 @@
 """Value estimators of KL(policy‖reference) from tokens that the policy sampled, and forms of their gradients.
 
-Each estimator is a function of d = log p − log π alone (Schulman, http://joschu.net/blog/kl-approx.html). A user's own,
+Built-in estimators are functions of d = log p − log π (Schulman, http://joschu.net/blog/kl-approx.html). A user's own,
 `module:attr`, is a function of d, of (logp, ref_logp) or of (logp, ref_logp, old_logp). Parameters follow the name:
 `module:attr(width=0.5)`. They are part of the name because the audit verifies the function with these values only.
 
@@ -78,7 +78,7 @@ def estimate(
 ) -> Tensor:
     """The named estimator per token `[B, T]`, in nats, zero outside the mask, with its plain autograd gradient.
 
-    For a user's own estimator (`module:attr`), the difference of the first two arguments is the clamped log-ratio.
+    A user's own estimator (`module:attr`) of (logp, ref_logp) gets logp + d as ref_logp, where d is clamped.
     """
     d = log_ratio(logp, ref_logp, mask, clamp).d
     if not is_custom(name):

@@ -67,7 +67,7 @@ def _split(policy: Tensor, reference: Tensor, k: int, of: str) -> tuple[Tensor, 
 
 
 def _log_tail(logprobs: Tensor, head: Tensor) -> Tensor:
-    """log of the probability outside the head. It is summed directly, because 1 − Π would cancel."""
+    """log of the probability outside the head, summed directly because 1 − Π loses precision."""
     floor = torch.finfo(logprobs.dtype).min
     return torch.logsumexp(torch.where(head, torch.full_like(logprobs, floor), logprobs), dim=-1)
 
@@ -111,7 +111,7 @@ def topk_kl_unbiased(
 
 
 def penalty_divergence(kl: KLTermOptions, top_of: str = "policy") -> Divergence | None:
-    """The estimator's divergence; None for `exact` and `exact_reverse`, which exact scores always include.
+    """The divergence of jsd, topk or topk_unbiased; None for others. Exact scores always include both exact KLs.
 
     `top_of` selects whose top tokens `topk` and `topk_unbiased` use: "policy" or "reference".
     """

@@ -2,7 +2,7 @@
 
 A row is one combination of estimator, placement, sampling and gradient form. It states the quantity that the value
 estimates, and the expected gradient if every token has equal weight. `under_reduction` adds the effect of the loss's
-reduction. See kl.md in the docs for derivations. Every row is checked by exact enumeration, also under every loss.
+reduction. Exact enumeration checks every row, and penalties under every loss. See docs/kl.md for derivations.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def over_vocabulary(estimator: str) -> bool:
 
 @dataclass(frozen=True)
 class GradientForm:
-    """The gradient form of a KL value: the importance ratio that weights it, and the estimator that carries it."""
+    """The gradient form of a KL value: its importance weight, and its carrier, the estimator whose gradient it has."""
 
     weight: str | None = None
     carrier: str | None = None
@@ -250,7 +250,7 @@ class Pairing:
 
 
 def _auto(estimator: str) -> str:
-    """The gradient form for `auto`: sg(ρ)·k2, or the estimator's own gradient for a user's own estimator.
+    """The gradient form for `auto`: sg(ρ) or sg(ρ)·k2 for sampled estimators; plain for others and a user's own.
 
     The gradient ρ·u·s of sg(ρ)·k2 is correct on- and off-policy, and grows like d instead of e^d.
     """
@@ -398,7 +398,7 @@ _CANDIDATES: tuple[Mapping[str, str], ...] = (
 
 
 def suggest_pairing(estimator: str, placement: str, gradient: str, level: str, **context: Any) -> dict[str, str]:
-    """The `kl` options to change; empty if the pairing is already correct, or if no candidate is correct.
+    """The `kl` options to change for a correct gradient; empty if it is already correct or no candidate is correct.
 
     `context` are further arguments of `check_pairing`, such as `off_policy`.
     """

@@ -1,4 +1,4 @@
-"""The reported KL: mean, standard error and range of every estimator, for any β; also by depth of the context."""
+"""The reported KL at any β: mean, standard error and range of every estimator; also by position in the context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFERENCE = "ref"  # the default anchor in metric names
 
 @dataclass(frozen=True)
 class MaskIndex:
-    """The true entries of a mask `[B, T]`: their indices `[N]` in the flattened mask, and the rows `[C]` with any.
+    """The true entries of a mask `[B, T]`: their indices `[N]` in the flattened mask, and the rows `[C]` that have any.
 
     Build it on the CPU together with the mask. On a device, counting the entries would synchronise.
     """
@@ -79,7 +79,7 @@ def _token_statistics(
 
 
 def _weighted_quantile(values: Tensor, weights: Tensor, q: float) -> Tensor:
-    """The smallest value at which the cumulative weight reaches q."""
+    """The smallest value at which the cumulative weight reaches the fraction q of the total."""
     ordered, order = values.sort()
     reached = weights[order].cumsum(0)
     return ordered[torch.searchsorted(reached, q * reached[-1:]).clamp_max(len(ordered) - 1)].squeeze(0)
@@ -121,7 +121,7 @@ def measure_kl(
 
 
 def metric_of(name: str, anchor: str) -> str:
-    """The name of a reference's metric for another anchor, such as `kl/policy_teacher/…` or `kl/beta_teacher`."""
+    """Rename a reference's metric for another anchor, such as `kl/policy_teacher/…` or `kl/beta_teacher`."""
     if anchor == REFERENCE:
         return name
     own = re.sub(rf"(?<=[/_]){REFERENCE}(?=[/_])", anchor, name)
@@ -167,10 +167,10 @@ def prefix_gap(
     *,
     clamp: float | None = DEFAULT_CLAMP,
 ) -> dict[str, Number]:
-    """The bias of a sequence's token-weighted KL because μ drew the prefixes: mean and se in nats per sequence.
+    """The error of a sequence's token-weighted KL that μ's prefixes cause: mean and se in nats per sequence.
 
-    Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]. The sum of this mean and the
-    weighted KL of a sequence is the KL of the policy's own sequences.
+    Σ_t (W_t − 1)·w_t·u_t with W_t = Π_{j<t} w_j. Its mean is E_π[Σ u] − E_μ[Σ w·u]. Added to the token-weighted KL of
+    sequences, it gives the KL of the policy's own sequences.
     """
     log_w = -log_ratio(logp.detach(), sample_logp.detach(), action_mask, clamp=None).d
     before = clamp_straight_through(log_w.cumsum(-1) - log_w, DEFAULT_CLAMP)[0]
@@ -181,7 +181,7 @@ def prefix_gap(
 
 
 FIRST_BIN_TOKENS = 64  # the first bin ends here, the next at 128, 256, …
-MIN_COMPLETIONS = 4  # bins with fewer completions are left out, because they give no standard error
+MIN_COMPLETIONS = 4  # bins with fewer completions are left out: they give no reliable standard error
 METRIC_PREFIX = "kl/sampler_policy/depth_"  # followed by the bin's start, then /mean or /se
 
 

@@ -44,7 +44,7 @@ def kl_score_loss(
 ) -> Tensor:
     """A penalty in the reward or the advantage as a loss: −ρ_t·A_t `[B, T]`, where A is the penalty's advantages.
 
-    `kl_advantages` are `[B]` or `[B, T]`. The gradient is −ρ_t·A_t·s_t with the token's ratio under every loss. So the
+    `kl_advantages` are `[B]` or `[B, T]`. The gradient is −ρ_t·A_t·s_t with the token's ratio under every loss. The
     policy term's sequence ratio, clip and mask do not change the penalty. ρ is truncated at `ratio_cap`; the gradient
     stays nonzero above it.
     """

@@ -2,7 +2,7 @@
 
 ∇KL_seq = E Σ_t (Σ_{j≥t} u_j) s_t. Each function is a loss and returns one value per sequence, `[B]`, in nats per
 sequence. Unless noted, its autograd gradient is unbiased for ∇KL_seq(π‖p) on samples from the policy. With `old_logp`,
-the sequence's ratio weights it, and it is unbiased on samples from μ.
+the sequence's ratio weights the loss, and the gradient is unbiased on samples from μ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the `log` section of a configuration to loggers."""
+"""Build the loggers of a configuration's `log` section."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TensorBoardLogger(Logger):
         self._writer.flush()
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Events as text, beside the curves."""
+        """Write the event as text. A rollback hides later points."""
         shown = ", ".join(f"{name}={value}" for name, value in fields.items() if name not in ("step", "time"))
         self._writer.add_text("events", f"{kind}: {shown}" if shown else kind, int(fields.get("step") or 0))
         if kind == "rollback":  # later points repeat earlier steps
@@ -116,7 +116,7 @@ class WandbLogger(Logger):
         self._run.define_metric("*", step_metric="step")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row."""
+        """Log one row."""
         self._run.log({"step": step, **metrics})
 
     def evaluation(self, step: int, record: Mapping[str, Any]) -> None:
@@ -147,9 +147,9 @@ def build_loggers(
     config: Mapping[str, Any] | None = None,
     resumed_from: int | None = None,
 ) -> MultiLogger:
-    """The JSONL logger and those of `log`; `name` is the run's.
+    """The JSONL logger and those of `log`. `name` is the run's name.
 
-    If TensorBoard, which is on by default, is not installed, an event records it. Other missing loggers raise an error.
+    If TensorBoard (on by default) is not installed, an event records this. Other missing loggers raise an error.
     """
     others: dict[str, Logger] = {}
     missing: list[str] = []

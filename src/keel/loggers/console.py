@@ -16,7 +16,7 @@ PROGRESS_S = 5.0  # seconds between progress lines of a phase without steps
 
 
 class ConsoleLogger(Logger):
-    """Step i/N, ETA, reward, KL with its standard error, β, clip fraction, gradient norm, tokens/s, last evaluation."""
+    """Show step, ETA, reward, KL ± standard error, β, clip fraction, gradient norm, tokens/s and last evaluation."""
 
     def __init__(
         self,
@@ -37,9 +37,8 @@ class ConsoleLogger(Logger):
         self._step = start_step
         self._metrics: Mapping[str, float] = {}
         self._evaluations: dict[str, str] = {}
-        self._first_extra: dict[
-            str, tuple[int, Mapping[str, float]]
-        ] = {}  # the number of a task's extra metrics that the panel shows
+        # split/task: step and extra metrics of the first evaluation
+        self._first_extra: dict[str, tuple[int, Mapping[str, float]]] = {}
         self._use_live = self._console.is_terminal if live is None else live
         self._live: Any = None
         self._progress_at: float | None = None
@@ -67,11 +66,11 @@ class ConsoleLogger(Logger):
             self._refresh()
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One line above the panel."""
+        """Print one line, above the panel if there is one."""
         self._print(event_line(kind, fields))
 
     def progress(self, label: str, done: int, total: int, detail: str) -> None:
-        """A line every few seconds."""
+        """Print a line every PROGRESS_S seconds."""
         now = self._clock()
         if self._progress_at is None:
             self._progress_at = now
@@ -217,7 +216,7 @@ def event_line(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def short(value: object) -> str:
-    """A value as at most 200 characters; floats have four digits."""
+    """A value as at most 200 characters; floats have four significant digits."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 200 else text[:199] + "…"
 

@@ -39,7 +39,7 @@ class LoggerOptions(PluginOptions):
 
 
 class LogOptions(Options):
-    """Where metrics go besides metrics.jsonl, which is always written."""
+    """Loggers in addition to metrics.jsonl, which is always written."""
 
     tensorboard: Flag = Field(default=True, description="Write TensorBoard events to the run's tensorboard folder.")
     wandb: Annotated[WandbOptions | None, BeforeValidator(_wandb)] = Field(

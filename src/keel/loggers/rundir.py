@@ -1,7 +1,7 @@
 """The run directory: the files that training writes and all other tools read.
 
-`JsonlLogger`, the primary logger, writes its JSON lines. `RunLock` admits one writer: the kernel releases it when its
-holder dies.
+`JsonlLogger`, the primary logger, writes its JSON lines. `RunLock` allows one writer; the kernel releases it when that
+process dies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keel.base.files import (
 from keel.base.redact import redact_data
 from keel.loggers.base import Logger
 
-_WAIT_S = 0.2  # `is_locked` in another process holds a shared lock for an instant
+_WAIT_S = 0.2  # seconds; `is_locked` in another process briefly holds a shared lock
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
 
 CONFIG = "config.yaml"
@@ -70,9 +70,9 @@ class RunExists(KeelError):
 class RunDirectory:
     """One run's folder, locked for one writer: whole files are replaced atomically, lines are appended complete.
 
-    Steps count finished updates: what is measured before training has step 0, the first update writes step 1, and
+    Steps count finished updates. Measurements before training have step 0, the first update writes step 1, and
     `checkpoints/step-N` holds the state after N updates. Write all lines of step N before that checkpoint is saved;
-    then `truncate_after(N)` on resume leaves the files exactly as they were.
+    `truncate_after(N)` on resume then restores the files exactly.
     """
 
     def __init__(self, path: Path, lock: RunLock | None) -> None:
@@ -82,7 +82,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDirectory:
-        """A new run. An existing one is refused unless `overwrite`, which deletes its data."""
+        """Create a run. An existing one is refused unless `overwrite` is true, which deletes its data."""
         path = Path(path)
         _make_folder(path)
         lock = RunLock(path / LOCK)
@@ -105,7 +105,7 @@ class RunDirectory:
 
     @classmethod
     def follow(cls, path: str | Path) -> RunDirectory:
-        """The run of another process: reading works, writing does nothing."""
+        """Open the run of another process for reading; writing does nothing."""
         return cls(Path(path), None)
 
     @classmethod
@@ -144,7 +144,7 @@ class RunDirectory:
             self._file(name).append(record)
 
     def truncate_after(self, step: int) -> dict[str, int]:
-        """Drop every line past `step`, atomically per file; return counts per file. Without a checkpoint: `step=-1`."""
+        """Drop every line past `step`, atomically per file; return counts per file. Without a checkpoint, pass -1."""
         dropped: dict[str, int] = {}
         for name in LINE_FILES:
             if name in self._lines:
@@ -167,10 +167,10 @@ class RunDirectory:
         return any(lines_after(self.path / name, step) for name in (METRICS, ROLLOUTS, EVAL))
 
     def set_aside(self, step: int, attempt: int, *, events: bool = False) -> Path:
-        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`; events only with `events`,
-        without those of earlier rollbacks.
+        """Move metrics, rollouts and evaluations past `step` to `abandoned/attempt-K/`.
 
-        All copies are on disk before the first line is cut, so this may be killed at any moment and repeated.
+        With `events`, also move events past `step` that follow the last rollback or stop. All copies are on disk before
+        the first line is cut, so this can be killed at any time and repeated.
         """
         folder = self.path / ABANDONED / f"attempt-{attempt}"
         _make_folder(folder)
@@ -289,7 +289,7 @@ class JsonlLogger(Logger):
 
 
 class RunLock:
-    """Held from construction to `release`; the pid in the file is for the error message."""
+    """A file lock, held from construction to `release`. The pid in the file is for the error message."""
 
     def __init__(self, path: Path) -> None:
         self._lock = FileLock(
@@ -301,7 +301,7 @@ class RunLock:
             except Timeout:
                 raise _in_use(path) from None
             except OSError as error:
-                if error.errno not in _NO_LOCKS:  # without locks, trust the user
+                if error.errno not in _NO_LOCKS:  # without locks, a second writer is not detected
                     raise
 
     def release(self) -> None:
@@ -333,7 +333,7 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two readers do not block each other
-    except (BlockingIOError, PermissionError):  # the second on a few file systems
+    except (BlockingIOError, PermissionError):  # PermissionError on a few file systems
         return True
     except OSError:  # a file system without locks
         return False

@@ -30,7 +30,7 @@ def _floating(rewards: Tensor) -> Tensor:
 def group_statistics(rewards: Tensor, group: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, unbiased standard deviation and size of each completion's group, each `[B]`.
 
-    A group of one completion has std 0. The `weight` `[B]` of the rows of one episode adds up to 1.
+    A group of one completion has std 0. `weight` `[B]` sums to 1 over the rows of an episode.
     """
     if rewards.dim() != 1 or group.shape != rewards.shape:
         raise KeelError(f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} must both be [B]")

@@ -1,4 +1,4 @@
-"""Sampler mismatch: importance weights correct for the difference between the sampler and the trained model.
+"""Sampler mismatch: importance weights for the difference between the sampler and the trained model.
 
 w = π_old/μ, detached. π_old is the trainer's policy at the start of the step (`old_logp`). μ is the sampler, which
 differs by numerics, older weights and filters. Together with the policy term's ratio π/π_old, this is the decoupled
@@ -18,7 +18,7 @@ from keel.losses.options import MismatchOptions, check_mismatch
 
 
 def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tensor | None:
-    """log μ `[B, T]` of the sampler; None without `sample_logp`. Tokens without a reported value have `old_logp`.
+    """log μ `[B, T]` of the sampler; None without `sample_logp`. Tokens without a reported value get `old_logp`.
 
     At token level μ is the filtered distribution. At sequence level it is the unfiltered one, because the product of
     the kept masses tends to 0 with the length.
@@ -30,7 +30,7 @@ def behaviour_logp(batch: Batch, old_logp: Tensor, level: str = "token") -> Tens
 
 
 def sampled_off_policy(batch: Batch, level: str = "token") -> bool:
-    """Whether the old policy is not the sampling distribution: for stale samples and, at token level, filtered ones."""
+    """Whether the samples are not from the old policy: stale samples and, at token level, filtered ones."""
     return batch.stale or (batch.filtered_logp is not None and level == "token")
 
 
@@ -52,7 +52,7 @@ def _fill_nan(first: Tensor, second: Tensor) -> Tensor:
 
 
 def mismatch_ratio(old_logp: Tensor, sample_logp: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """w = π_old/μ `[B, T]` unclipped, detached; 1 outside the mask and where `sample_logp` is NaN."""
+    """w = π_old/μ `[B, T]`, unclipped, detached. Tokens outside the mask or with NaN `sample_logp` count as w = 1."""
     check_mask(mask, old_logp.shape)
     old_logp = old_logp.detach()
     sample_logp = _fill_nan(sample_logp.detach(), old_logp)

@@ -87,8 +87,8 @@ def kl_term(
 ) -> Tensor:
     """The reduced KL term of the loss, before β.
 
-    `token_mean` divides by all action tokens of the global batch, or at sequence level by all sequences. So β has the
-    same meaning under every loss. `loss` uses the policy loss's own reduction, like TRL.
+    `token_mean` divides by all action tokens of the global batch, or at sequence level by all sequences, so that β has
+    the same meaning under every loss. `loss` uses the policy loss's own reduction, like TRL.
     """
     values = kl_loss(
         pairing,
@@ -186,7 +186,7 @@ def objective(
     A KL in the advantage or the reward (`batch.kl_advantages`, including β) is a separate policy-gradient term over all
     action tokens. `policy_mask` and the loss's ratio and clip do not change it. `more` are the terms of further
     anchors; `loss/kl` is the sum of all terms. `loss.mismatch` applies if the batch has `sample_logp`. For stale or
-    filtered samples, the KL term's ratio is relative to the sampler. `kl.ratio_cap` limits it, not `loss.mismatch`.
+    filtered samples, the KL term's ratio is relative to the sampler and limited by `kl.ratio_cap`, not `loss.mismatch`.
     """
     check_mask(batch.action_mask, scores.logp.shape)
     if batch.advantages is None:

@@ -27,7 +27,7 @@ Term = Callable[["LossInputs", Any], "PolicyTerm"]
 class Recipe:
     """A named loss: its surrogate, its reduction, its default limits and the advantage scaling of its paper.
 
-    `low` and `high` are None if there is no such limit. A loss without `has_ratio` allows only one update per batch.
+    `low` or `high` is None if the loss has no such limit. A loss without `has_ratio` allows only one update per batch.
     """
 
     term: Term
@@ -42,7 +42,7 @@ class Recipe:
 
     @cached_property
     def options(self) -> type[Options]:
-        """The term's options, by the type of its second parameter; without a type, `SharedLossOptions`."""
+        """The options class of the term: the type of its second parameter, by default `SharedLossOptions`."""
         try:
             _, second = inspect.signature(self.term, eval_str=True).parameters.values()
         except Exception as error:  # the type of a user's options may be any expression

@@ -28,7 +28,7 @@ class Denominators:
 def count_denominators(
     mask: Tensor, max_completion_length: int | None = None, weight: Tensor | None = None
 ) -> Denominators:
-    """Count sequences and tokens of a minibatch `[B, T]`. The rows of an episode are one sequence, of `weight` 1."""
+    """Count sequences and tokens of a minibatch `[B, T]`. An episode's rows count as one: their `weight` sums to 1."""
     check_mask(mask, mask.shape)
     sequences = float(len(mask)) if weight is None else weight.sum().double()
     return Denominators(sequences, mask.sum().double(), max_completion_length)
@@ -73,7 +73,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def get_reduction(name: str, weight: Tensor | None = None) -> Reduction:
-    """The named reduction. `weight` adds the means of an episode's rows, which gives the mean over its tokens."""
+    """The named reduction. With `weight`, the sum of an episode's row means is the mean over its tokens."""
     if name not in REDUCTIONS:
         raise unknown("reduction", name, REDUCTIONS)
     if weight is None or name != "sequence_mean":

@@ -23,9 +23,9 @@ from keel.reference.weights import FullCopy, OffloadedTensors, ReferenceWeights,
 class AdapterWeights:
     """The policy's base with no adapter (adapters off) or a second, frozen adapter.
 
-    If the policy's adapter is zero (fresh LoRA), the adapters are switched off and nothing is stored; otherwise
-    (continued or warm-started) a copy of it is stored as a second adapter. Either equals the policy at that moment, so
-    the measured KL starts at 0. With `base` the adapters are always switched off: the base model is the reference.
+    If the policy's adapter is zero (fresh LoRA), the adapters are switched off and nothing is stored. Otherwise
+    (continued or warm-started) a copy of it is stored as a second adapter. Both equal the policy at that time, so the
+    measured KL starts at 0. With `base` the adapters are always switched off, so the base model is the reference.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False, base: bool = False) -> None:
@@ -119,7 +119,7 @@ class AdapterWeights:
 
     @contextmanager
     def _switched(self, name: str) -> Iterator[None]:
-        """Activate the adapter `name`; the previous one and all requires_grad flags are restored at the end."""
+        """Activate the adapter `name`. Restore the policy's adapter and all requires_grad flags at the end."""
         with _restoring_requires_grad(self._model):
             try:
                 self._model.set_adapter(name, inference_mode=True)
@@ -136,9 +136,9 @@ class AdapterWeights:
 class DeltaAverage:
     """A moving average of the effective update ΔW = (α/r) B A, as one dense matrix per target layer.
 
-    Averaging A and B alone gives mean(B) mean(A), which is not the mean of BA; the mean of BA has a rank that grows
-    with every move. It is therefore stored dense in fp32 and added to the base layer's output, which takes the memory
-    of the target layers. Until the first move the initial policy is stored exactly, as by `AdapterWeights`.
+    Averaging A and B separately gives mean(B) mean(A), which is not the mean of BA. The rank of the mean of BA grows
+    with every move, so it is stored as a dense fp32 matrix, as large as the layer's weight. Its product with the
+    input is added to the base layer's output. Before the first move, `AdapterWeights` stores the initial policy.
     """
 
     def __init__(self, policy: nn.Module, *, offload: bool = False) -> None:
@@ -211,7 +211,7 @@ class DeltaAverage:
 
 @contextmanager
 def _restoring_requires_grad(model: nn.Module) -> Iterator[None]:
-    """Restore requires_grad flags, which peft sets when adapters are switched."""
+    """Restore the requires_grad flags, because peft changes them when adapters are switched."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         yield
@@ -227,7 +227,7 @@ def _adapters_off(model: Any) -> Iterator[None]:
 
 
 def _linear_layers(model: nn.Module, adapter: str) -> Iterator[tuple[str, Any]]:
-    """The plain LoRA layers; other adapters cannot be averaged in this form."""
+    """The plain LoRA layers. Raises for other adapters, which cannot be averaged in this form."""
     from peft.tuners.lora import Linear
 
     for name, module in model.named_modules():
@@ -279,5 +279,5 @@ def base_of(loaded: LoadedModel, model: str) -> ReferenceWeights | None:
 
 
 def averaged(policy: nn.Module, offload: bool) -> ReferenceWeights:
-    """A copy that can be averaged with the policy; adapters by their products BA."""
+    """A copy that can be averaged with the policy. Adapters are averaged by their products BA."""
     return DeltaAverage(policy, offload=offload) if has_adapter(policy) else FullCopy(policy, offload=offload)

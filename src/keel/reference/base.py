@@ -1,4 +1,4 @@
-"""The protocol of references, and the built-in one: weights with a rule for when they move."""
+"""The protocol of references, and the built-in class: weights with a rule for when they move."""
 
 from __future__ import annotations
 
@@ -50,10 +50,9 @@ When = Callable[[int, float | None], bool]
 class RuleReference:
     """Weights with a rule: `when(step, measured_kl)` decides whether to move, `move(weights, policy)` moves them.
 
-    `teacher` is the name of another model, if the weights are not the policy's; `shared_prefix` is whether it scores
-    several completions in one row, `context_length` is its largest number of tokens. `by_task` are several teachers,
-    each for the problems of a task; `server` scores instead of a model. `device` is that of a teacher which is not on
-    the policy's device.
+    `teacher` is the teacher's name, or None if the weights come from the policy. `shared_prefix` says whether it can
+    score several completions in one row. `context_length` is its maximum number of tokens. `by_task` maps tasks to
+    teachers. `server` is a teacher behind a server. `device` is the teacher's device if it is not the policy's.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class RuleReference:
         return self._weights.fingerprint()
 
     def shard(self, sharder: Sharder) -> None:
-        """Shard the weights over the processes, if they are not the policy's own."""
+        """Shard the weights over the processes if they are separate from the policy's."""
         self._weights.shard(sharder)
 
 
@@ -134,13 +133,13 @@ def starts_at_policy(reference: Reference | None) -> bool:
 
 
 def is_server(model: str | Mapping[str, str]) -> bool:
-    """Whether the teacher of that name, or any of those by task, is behind a server: a URL."""
+    """Whether the teacher's name, or one of the names by task, is the URL of a server."""
     names = [model] if isinstance(model, str) else model.values()
     return any(name.startswith(("http://", "https://")) for name in names)
 
 
 def knows_top_only(reference: Reference | None) -> bool:
-    """Whether a teacher is behind a server, which returns the log-probabilities of its top tokens."""
+    """Whether a teacher is behind a server, which returns the log-probabilities of its top tokens only."""
     if not isinstance(reference, RuleReference):
         return False
     return any(each.server is not None for each in (reference, *reference.by_task.values()))

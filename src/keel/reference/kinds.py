@@ -37,9 +37,9 @@ Flag = Annotated[bool, Range("true or false", lambda value: isinstance(value, bo
 
 
 def frozen(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
-    """A frozen copy of the initial policy; under LoRA of the starting adapter, over the shared base.
+    """A frozen copy of the initial policy. Under LoRA, the base is shared and only the starting adapter is copied.
 
-    With `reference.model` the reference is a `teacher` instead.
+    With `reference.model` the reference is a teacher instead.
     """
     return RuleReference("frozen", _weights(loaded, offload), when=_never, move=_assign)
 
@@ -60,7 +60,7 @@ def teacher(
 
     It has the policy's dtype and device unless `dtype` and `device` name others; `quantization` needs bitsandbytes. Its
     chat template must equal the policy's, unless `chat_template` is `student`: it then reads prompts as the policy's
-    template renders them. The base model under LoRA as teacher needs no second copy.
+    template renders them. A teacher that is the policy's base under LoRA needs no second copy.
     """
     from keel.reference.adapter import base_of
     from keel.reference.teacher import TeacherWeights, load_teacher
@@ -108,7 +108,7 @@ def server_teacher(
 ) -> RuleReference:
     """A teacher behind an OpenAI-compatible server whose completions have vLLM's `prompt_logprobs`.
 
-    `model` is its URL, such as http://host:8000/v1; `served_model_name` one of its models, by default the first.
+    `model` is its URL, such as http://host:8000/v1. `served_model_name` is one of its models, by default the first.
     `headers` may contain environment variables, such as {Authorization: Bearer $KEY}. A server's chat template cannot
     be read, so `chat_template` must be `student` if the policy has one.
     """
@@ -143,7 +143,7 @@ def server_teacher(
 def teachers(
     loaded: LoadedModel, section: str, models: Mapping[str, str], load: Callable[[str], RuleReference]
 ) -> RuleReference:
-    """The teacher of each task; a model that teaches several of them is loaded once."""
+    """One teacher per task. A model that is the teacher of several tasks is loaded once."""
     from keel.reference.teacher import TaskTeachers
 
     by_name = {name: load(name) for name in dict.fromkeys(models.values())}
@@ -161,10 +161,10 @@ def teachers(
 
 
 def adapter_off(loaded: LoadedModel, *, offload: Flag = False) -> Reference:
-    """The policy's base with the adapters off; of an adapter that is not zero, a copy is stored as a second one.
+    """The policy's base with the adapters off, or with a frozen copy of the initial adapter if that is not zero.
 
-    The reference equals the initial policy, so that the KL starts at 0. It is the base model only for a fresh adapter;
-    otherwise the run logs a note. A fresh adapter's reference takes no memory, so `offload` has no effect.
+    The reference equals the initial policy, so the KL starts at 0. It is the base model only for a fresh adapter;
+    otherwise the run logs a note. For a fresh adapter it takes no memory, so `offload` has no effect.
     """
     from keel.reference.adapter import has_adapter
 
@@ -244,7 +244,7 @@ TEACHERS: Mapping[str, Callable[..., RuleReference]] = MappingProxyType(
 def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     """The reference called `kind`, or a user's `module:attr`; `auto` is adapter_off for LoRA, frozen for full weights.
 
-    With the parameter `model`, auto and frozen are a teacher.
+    With the parameter `model`, auto and frozen build a teacher.
     """
     if _is_teacher(kind, params):
         return build_teacher("reference", loaded, **params)
@@ -261,7 +261,7 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
 
 
 def build_teacher(section: str, loaded: LoadedModel, model: str | Mapping[str, str], **params: Any) -> Reference:
-    """The teacher that a section names, or one for each task, with the parameters of that section."""
+    """Build the teacher that a section names, or one for each task, with the section's parameters."""
     factory, given = _teacher_kind(section, model), check_teacher(section, model, **params)
     load = partial(factory, loaded, section, **given)
     return load(model) if isinstance(model, str) else teachers(loaded, section, model, load)
@@ -314,7 +314,7 @@ def _arguments(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_reference(kind: str) -> Callable[..., Reference]:
-    """The factory of the reference of that name, or of a user's own `module:attr`."""
+    """The factory of the named reference, or of a user's own `module:attr`."""
     if kind in KINDS:
         return KINDS[kind]
     if is_import_path(kind):

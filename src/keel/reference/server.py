@@ -23,10 +23,10 @@ from keel.reference.weights import FrozenWeights, NoSingleModel, Sharder
 TRIES = 6
 BACKOFF_S = 1.0
 LARGEST_ANSWER = 1 << 30  # bytes: 32,000 tokens with 200 log-probabilities each
-CHECKED_AT_ONCE = 1024  # tokens of the vocabulary in a request
+CHECKED_AT_ONCE = 1024  # vocabulary tokens per request
 PROBED = 64  # tokens whose log-probabilities identify the model
 OTHER_MODEL = 0.2  # nats per token: far above rounding, far below the difference of two models
-LARGEST_EXCESS = 1e-3  # by which a sum of probabilities may exceed 1
+LARGEST_EXCESS = 1e-3  # the most by which a sum of probabilities may exceed 1
 Entry = Mapping[str, Mapping[str, Any]]  # log-probabilities and texts by token id, at one position
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -37,8 +37,8 @@ Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]  # prompt and completi
 class KnownTokens:
     """Logits `[n, V]` from the log-probabilities of some tokens; the remaining mass is uniform over all others.
 
-    A state `[2m]` is m token ids (V: none), then their log-probabilities: those of the top tokens, and last that of the
-    scored token where it is not among them. No other token is more likely than the least likely of the top ones.
+    A state `[2m]` has m token ids (V: none), then their log-probabilities. The first m − 1 tokens are the top tokens.
+    The last is the scored token if it is not a top token. No other token gets more probability than any top token.
     """
 
     vocabulary: int
@@ -58,7 +58,7 @@ class KnownTokens:
 class ServerTeacher(FrozenWeights):
     """A model behind `url`, an OpenAI-compatible endpoint such as http://host:8000/v1.
 
-    `option` is the one that named it.
+    `option` is the option that gave the URL, for errors.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ServerTeacher(FrozenWeights):
         self.vocabulary = policy.model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         card = self._card(served_model_name)
         self.name, longest = str(card["id"]), card.get("max_model_len")
-        self.context_length = None if longest is None else int(longest) - 1  # a server generates one token at least
+        self.context_length = None if longest is None else int(longest) - 1  # a server generates at least one token
         self._at_once = min(CHECKED_AT_ONCE, (self.context_length or CHECKED_AT_ONCE) - 1)
         self._check_tokens(policy)
         self._probe = self._scores_of_probe(policy.tokenizer)
@@ -121,12 +121,12 @@ class ServerTeacher(FrozenWeights):
         return sha256(self.name.encode()).hexdigest()
 
     def shard(self, sharder: Sharder) -> None:
-        """Nothing to do: its weights are elsewhere."""
+        """Do nothing: the server holds the weights."""
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _card(self, name: str | None) -> Mapping[str, Any]:
-        """The server's entry for the model of that name, by default for its first."""
+        """The server's entry for the named model, by default its first."""
         answer = self._answer("/models")
         cards = answer.get("data") if isinstance(answer, dict) else None
         named = {str(card["id"]): card for card in cards or () if isinstance(card, dict) and "id" in card}

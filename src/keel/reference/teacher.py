@@ -1,4 +1,4 @@
-"""A teacher: another model as the reference, towards which the policy is distilled."""
+"""A teacher: another model as the reference, from which the policy is distilled."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def load_teacher(
     trust_remote_code: bool = False,
     section: str = "reference",
 ) -> LoadedModel:
-    """The model called `name` as a teacher, by default on the policy's device; refused if the KL would be undefined.
+    """Load the model `name` as a teacher, by default on the policy's device. Refuse it if the KL would be undefined.
 
-    `section` is the section of its options.
+    `section` is the section of its options, for errors.
     """
     own = next(policy.model.parameters()).dtype
     wanted = str(own).removeprefix("torch.") if dtype == "auto" else dtype
@@ -106,12 +106,12 @@ def load_teacher(
 
 
 def template_of(loaded: LoadedModel) -> Any:
-    """The chat template that prompts are rendered with; None without one."""
+    """The tokenizer's chat template, or None."""
     return getattr(loaded.tokenizer, "chat_template", None)
 
 
 def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "reference") -> None:
-    """Refuse a vocabulary other than the policy's; rows of the teacher's head beyond the policy's are removed."""
+    """Refuse a vocabulary other than the policy's. Remove rows of the teacher's head beyond the policy's."""
     mine, theirs = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
@@ -130,7 +130,7 @@ def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "refe
 
 
 def _cut_head(teacher: LoadedModel, rows: int, section: str) -> None:
-    """Remove the head's rows from `rows` on, which belong to no token."""
+    """Keep the first `rows` rows of the head. The others belong to no token."""
     model = causal_lm(teacher.model)
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:

@@ -17,7 +17,7 @@ from keel.models.sharding import copy_into, gather_to_cpu, local_tensor
 
 
 class NoSingleModel(KeelError):
-    """The reference is not a single model: it is teachers by task, or a server."""
+    """The reference is not a single model: it is several teachers by task, or a server."""
 
 
 class Sharder(Protocol):
@@ -36,7 +36,7 @@ class ReferenceWeights(Protocol):
         """Become a copy of the current policy."""
 
     def blend(self, policy: nn.Module, alpha: float) -> None:
-        """Become α × policy + (1 − α) × themselves, in the space of effective weights."""
+        """Become α·policy + (1 − α)·reference, averaging effective weights."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors to save."""
@@ -51,11 +51,11 @@ class ReferenceWeights(Protocol):
         """A digest of the effective weights."""
 
     def shard(self, sharder: Sharder) -> None:
-        """Shard weights that are a separate model over the processes, as the policy's."""
+        """Shard the weights over the processes like the policy's, if they are a separate model."""
 
 
 class FrozenWeights:
-    """A teacher's weights, which never move. A checkpoint has only their fingerprint; a resume loads them again."""
+    """A teacher's weights, which never move. A checkpoint stores only their fingerprint; a resume loads them again."""
 
     def assign(self, policy: nn.Module) -> None:
         raise NotImplementedError("a teacher never becomes the policy")
@@ -80,7 +80,7 @@ def unwrap(model: nn.Module) -> Any:
 
 
 class OffloadedTensors:
-    """Tensors on the CPU that are moved to the device only while in use."""
+    """Tensors that stay on the CPU and are copied to the device only while in use."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
@@ -119,7 +119,7 @@ class FullCopy:
         self._copy = copy.deepcopy(unwrap(policy)).eval().requires_grad_(False)
         self._copy.zero_grad(set_to_none=True)
         self._tensors = _state(self._copy)
-        # fp32 masters: a moving average below fp32 stalls, since small steps round to 0.
+        # fp32 masters: in lower precision a moving average stalls, because small steps round to 0.
         self._masters: dict[str, Tensor] = {}
         self._offloaded = OffloadedTensors(movable(self._copy)) if offload else None
 

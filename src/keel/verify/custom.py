@@ -1,4 +1,4 @@
-"""Facts about a user's own estimator. An audit proves them, like the rows of `keel.kl.facts`."""
+"""Facts about a user's own estimator, in the form of `keel.kl.facts`. An audit proves them."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _check(node: ast.expr) -> None:
 def _check_number(node: ast.Constant) -> None:
     if isinstance(node.value, bool) or not isinstance(node.value, int | float):
         raise KeelError(f"{node.value!r} is not allowed in a formula: only numbers are")
-    if not abs(node.value) <= 1e30:  # refuses also infinity, and integers too large for a float
+    if not abs(node.value) <= 1e30:  # also refuses infinity, and integers too large for a float
         raise KeelError(f"the number {str(node.value)[:20]} in the formula is too large: at most 1e30")
 
 

@@ -259,7 +259,7 @@ def sequence() -> list[Check]:
 
 
 def _sequence_term(fact: Fact) -> SequenceLoss:
-    """The loss of a sequence-level fact: the term itself, or the policy term −ρ_t·A_t with the penalty in A."""
+    """The loss of a sequence-level fact: the KL term, or the policy term −ρ_t·A_t with the penalty in A."""
     if fact.placement == "loss":
         return lambda logp, ref, old, exact: kl.sequence_estimate(
             fact.estimator, logp, ref, old_logp=old, exact_kl=exact, clamp=None
@@ -308,7 +308,7 @@ def sequence_facts() -> list[Check]:
         term = _sequence_term(fact)
 
         def near(term: SequenceLoss = term) -> tuple[Tensor, dict[str, Tensor]]:
-            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)  # only for k1
+            truths, measured, _ = sequence_gradient(world.with_sampler_near(), term, OFF)  # claimed only for k1
             return measured, truths
 
         truths, measured, _ = sequence_gradient(world, term, fact.sampling, _divergence_of(fact))

@@ -165,7 +165,7 @@ def near_reference(world: SequenceWorld, share: float = 0.03) -> SequenceWorld:
 
 
 def _no_longer_zero(world: SequenceWorld) -> Check:
-    """Check that the expected gradient of k1 in the loss is 0, and weighted by 1/length neither 0 nor that of a KL."""
+    """Check that the expected gradient of k1 in the loss is 0 under a token mean, but not under 1/length weights."""
     kl = KLOptions(estimator="k1", gradient="plain", reduction="loss", log_ratio_clamp=None, allow_biased=True)
     by_length, alike = (kl.pairing(LOSSES[name].reduction) for name in ("grpo", "dapo"))
     enumerated = completions(world, ON)

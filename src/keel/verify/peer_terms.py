@@ -1,4 +1,4 @@
-"""KL terms of other trainers: value and expected gradient of their own code, by enumeration."""
+"""KL terms of other trainers: enumerate the value and expected gradient of their code."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _policy_term(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) ->
 
 
 def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
-    """Check that token-level weights are better than none but not exact: they ignore prefixes and later tokens."""
+    """Check that token-level weights are better than none, but not exact: they ignore prefixes and later tokens."""
     truth = _term_gradient(name, enumerated, fresh, None)
     weighted, unweighted = (
         relative_error(_term_gradient(name, enumerated, enumerated.weights, level), truth) for level in ("token", None)

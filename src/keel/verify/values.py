@@ -172,7 +172,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def numerics() -> list[Check]:
-    """Check where fp32 fails numerically, and that Keel's forms do not fail there."""
+    """Check where other forms fail in fp32, and that Keel's forms do not fail there."""
     tiny = torch.tensor(1e-6)
     naive = (tiny.exp() - 1 - tiny).item()
     ours = kl.k3(tiny).item()
@@ -283,8 +283,8 @@ DESCENT_CASES = (
 def train(penalty: Penalty, betas: tuple[float, ...] = BETAS, steps: int = 200) -> tuple[Tensor, Tensor]:
     """Accuracy and KL after descent on the expected gradient −E[R·s] + β·E[penalty], for all β at once.
 
-    The optimizer is Rprop, which suits exact gradients. Each logit has its own step size, which helps in flat regions
-    at small β.
+    The optimizer is Rprop, which suits exact gradients. It has a step size per logit, which helps in flat regions at
+    small β.
     """
     ref = torch.full((len(betas), OUTCOMES), 1 / OUTCOMES, dtype=torch.float64).log()
     reward = torch.zeros(OUTCOMES, dtype=torch.float64)
