@@ -73,7 +73,6 @@ def most_tokens(setup: KeelSubject) -> int:
 
 
 def batch_draws(setup: KeelSubject) -> Draws:
-    """The batch's action tokens."""
     if "draws" not in setup.of_batch:
         setup.of_batch["draws"] = draws(setup, setup.groups)
     drawn: Draws = setup.of_batch["draws"]

@@ -269,7 +269,6 @@ class KeelSubject(Subject):
         return replace(self.built.sampling, num_generations=len(self.groups[0].completions))
 
     def pack(self, groups: Sequence[Group]) -> StepBatch:
-        """Pack groups as training does."""
         return pack_step(groups, self.run, stale=self.run.rollout.max_staleness > 0)
 
     def scores(self, batch: StepBatch | None = None) -> Scores:

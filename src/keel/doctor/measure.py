@@ -97,7 +97,6 @@ def failed_measure(name: str, error: Exception) -> Outcome:
 
 
 def no_memory_for(what: str, error: Exception) -> str:
-    """The unchecked line for a lack of memory."""
     return f"{what}: no memory left for it beside the run ({_reason(error)})"
 
 

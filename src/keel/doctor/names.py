@@ -77,7 +77,7 @@ def _trainers() -> dict[str, PeerTrainer]:
 
 TRAINERS = _trainers()
 
-# Short names for `--map kl=column`.
+# For `--map kl=column`.
 SHORT: dict[str, str] = {
     "step": "step",
     "kl": K3,

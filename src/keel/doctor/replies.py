@@ -101,7 +101,6 @@ def is_useless(reply: str) -> bool:
 
 
 def contents(reply: Reply | None) -> str:
-    """A reply as text."""
     return "" if reply is None else reply if isinstance(reply, str) else "\n".join(m["content"] for m in reply)
 
 

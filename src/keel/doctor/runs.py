@@ -182,7 +182,6 @@ class RunRecord:
 
     @property
     def thresholds(self) -> Thresholds:
-        """The thresholds of this run."""
         return _thresholds(self.config, [])
 
     @property

@@ -64,7 +64,6 @@ class Log(History):
 
     @classmethod
     def of(cls, history: History, limits: Thresholds) -> Log:
-        """A log with this history and these thresholds."""
         return cls(**{**vars(history), "limits": limits})
 
     def need(self, name: str, what: str) -> Series:

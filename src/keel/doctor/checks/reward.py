@@ -114,7 +114,6 @@ def unjudged(log: Log) -> CheckResults:
 
 
 def _parts(log: Log) -> dict[str, Series]:
-    """The logged parts of the reward."""
     names = [name for name in log.series if name.startswith("reward/part/")]
     return {n.removeprefix("reward/part/"): series for n in names if (series := log.get(n)) is not None}
 
