@@ -394,3 +394,21 @@ def test_samples_that_are_meant_to_be_old_are_no_lost_sync():
 @pytest.mark.parametrize(("mass", "expected"), [(0.95, []), (0.85, ["sampler/filter"])])
 def test_the_mass_that_filters_cut_off_is_judged(mass, expected):
     assert codes(with_series("rollout/kept_mass/mean", mass, rollout__top_p=0.9)) == expected
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "expected"),
+    [
+        (None, None, ["advantage/amplified"]),
+        ("group", "dr_grpo", ["advantage/amplified"]),
+        (True, "grpo", ["advantage/amplified"]),
+        (False, "grpo", []),
+        ("none", "grpo", []),
+        (None, "dr_grpo", []),
+    ],
+)
+def test_advantages_that_nothing_divides_are_not_amplified(scale, loss, expected):
+    """verl, NeMo-RL and older TRL log a truth value."""
+    log = configured(loss__scale_rewards=scale, loss__loss_type=loss)
+    found = codes(altered("reward/within_group_std", lambda step, was: 0.03, log))
+    assert [code for code in found if code == "advantage/amplified"] == expected

@@ -13,7 +13,7 @@ from keel.base.types import Reward
 from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.collection import probe_truncation
 from keel.doctor.probes.objective import amplification, group_spreads, probe_advantage, token_weights
-from keel.doctor.probes.update import loss_gradients, probe_update, scored, undone, with_signal
+from keel.doctor.probes.update import loss_gradients, one_digit, probe_update, scored, undone, with_signal
 from keel.doctor.thresholds import load_thresholds
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
@@ -153,3 +153,11 @@ def test_a_scale_that_overflows_is_lowered(setup: KeelSubject, monkeypatch: pyte
         assert before is not None
         assert after is not None
         torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-7)
+
+
+def test_a_rate_is_rounded_down_to_one_digit():
+    for exponent in range(-8, 2):
+        for digit in range(1, 10):
+            rate = float(f"{digit}e{exponent}")
+            assert one_digit(rate) == rate
+            assert one_digit(1.09 * rate) == rate

@@ -330,6 +330,15 @@ def test_mistakes_are_one_line(name, options, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["step", "ziegler", "dual"])
+def test_a_beta_that_would_stay_zero_is_refused(name):
+    with pytest.raises(KeelError, match="start above 0, or set low"):
+        build_controller(name, 0.0, **(EVERY[name] | {"low": 0.0}))
+    if name == "dual":
+        adds = build_controller(name, 0.0, target=0.05, log_space=False, low=0.0)
+        assert betas(adds, [0.1])[-1] > 0
+
+
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
 @pytest.mark.parametrize("name", sorted(EVERY))
 def test_a_beta_that_is_no_coefficient_is_refused(name, beta):

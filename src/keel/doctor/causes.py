@@ -130,7 +130,6 @@ _OF_THE_POLICY_TERM = (
     "loss/no-gradient",
     "loss/sign",
     "loss/scale",
-    "parse/",
 )
 _OF_THE_START = ("kl/at-start", "reference/wrong", "kl/over-budget", "kl/unneeded")
 _START_FIGURES = ("kl/at_start", "reference/kl_at_start")

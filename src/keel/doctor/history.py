@@ -209,6 +209,12 @@ def in_order(points: Iterable[tuple[float, Any]]) -> Series:
     return Series.of(sorted(once, key=lambda pair: pair[0]))
 
 
+def divides_by_std(history: History) -> bool:
+    """Whether advantages are divided by the rewards' deviation. True if the options do not say."""
+    scale = history.option("loss.scale_rewards")
+    return scale is not False and (scale or history.option("loss.loss_type")) not in ("none", "dr_grpo")
+
+
 def early_moves(history: History) -> list[tuple[float, int]]:
     """(change of the KL, step) of single updates, until shortly after the learning rate first peaks.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from keel.base.yaml_text import load_package_yaml
 from keel.doctor.findings import CODES, Advice, Finding, SuspectVerdict, overrides
 from keel.doctor.formula import Formula
-from keel.doctor.history import History, early_moves
+from keel.doctor.history import History, divides_by_std, early_moves
 from keel.doctor.runs import number
 from keel.doctor.thresholds import Thresholds
 
@@ -203,7 +203,7 @@ def history_figures(history: History, recent: int = 10) -> dict[str, float]:
     parsed = history.get("parse/ok_fraction")
     if parsed is not None:
         figures["parse/first_steps"] = parsed.finite.head(3).mean
-    if history.option("loss.scale_rewards") == "none":
+    if not divides_by_std(history):
         figures["advantage/divides"] = 0.0
     entropy = history.get("entropy/mean")
     if entropy is not None and history.vocabulary:

@@ -280,6 +280,8 @@ def dual_ascent(
     _positive("learning_rate", learning_rate)
     if not 0 <= smoothing < 1:
         raise KeelError(f"kl.controller.smoothing must be in [0, 1), got {smoothing}")
+    if log_space:
+        _can_multiply(beta, low)
 
     def rule(state: KLState, kl: float) -> KLState:
         mean = kl if state.smoothed is None else smoothing * state.smoothed + (1 - smoothing) * kl

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from keel.doctor import advice
 from keel.doctor.findings import Advice, Finding, Options, Severity, finding
-from keel.doctor.history import History, Series
+from keel.doctor.history import History, Series, divides_by_std
 from keel.doctor.names import option_name
 from keel.doctor.shapes import LEAST, Change, course, frozen_since, median, noise
 from keel.doctor.thresholds import Thresholds, load_thresholds
@@ -20,7 +20,6 @@ KL = "KL(policy‖reference)"
 RECENT = 10  # number of last steps that a current value is averaged over
 SMALL_VOCABULARY, LARGE_VOCABULARY = 32_000, 400_000  # vocabulary sizes of current models
 MOVED = ("reward/mean", "entropy/mean", "length/mean")  # metrics that may change when the policy does
-NO_SCALE = ("none", "dr_grpo", False)
 SHAPES = 20  # tests against noise per log; they share `log_chance`
 
 
@@ -378,9 +377,8 @@ def levels(area: str, *rows: Level) -> None:
 def advantage_size(log: Log) -> tuple[float, str] | None:
     """The scale of the advantages and its description, or None if the log does not show it."""
     largest, spread = log.get("advantage/max"), log.get("reward/within_group_std") or log.get("reward/std")
-    divides = log.option("loss.scale_rewards"), log.option("loss.loss_type")
     if largest is not None:
         return median(largest), "the largest advantage of a batch is"
-    if spread is not None and (divides[0] is False or (divides[0] or divides[1]) in NO_SCALE):
+    if spread is not None and not divides_by_std(log):
         return median(spread), "advantages are not divided by their deviation, and that of the rewards is"
     return None

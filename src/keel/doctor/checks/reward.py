@@ -7,7 +7,6 @@ import statistics
 
 from keel.doctor.advice import either
 from keel.doctor.checks.base import (
-    NO_SCALE,
     RECENT,
     CheckResults,
     Log,
@@ -20,7 +19,7 @@ from keel.doctor.checks.base import (
 )
 from keel.doctor.checks.course import WRITTEN, rewritten, shifts
 from keel.doctor.findings import Finding, finding, propose
-from keel.doctor.history import Record, Series, finite, step_of
+from keel.doctor.history import Record, Series, divides_by_std, finite, step_of
 from keel.doctor.shapes import LEAST, course, fall, frozen_since, median, noise, rise, trend
 
 PENALTIES = ("penal", "punish", "overlong")  # in names of parts whose best value is 0
@@ -185,7 +184,7 @@ def constant(log: Log) -> CheckResults:
 @check("advantage/amplified")
 def amplified(log: Log) -> CheckResults:
     """Advantages amplified by a large 1 / (std of the groups with spread), if they are divided by it."""
-    if (log.option("loss.scale_rewards") or log.option("loss.loss_type")) in NO_SCALE:
+    if not divides_by_std(log):
         return
     spread, silent = log.get("reward/within_group_std"), log.get("reward/zero_variance_fraction")
     label = "within-group std of the groups with spread"

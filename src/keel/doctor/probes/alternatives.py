@@ -300,7 +300,8 @@ def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) 
     """The finding for configured filters, under which samples are not from the policy's own distribution."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
-    kl, cut = float(lost[torch.isfinite(lost)].mean()), 1 - float((-lost).exp().mean())
+    lost = lost[lost.isfinite()]  # a token that the filters exclude was drawn by another rule
+    kl, cut = float(lost.mean()), 1 - float((-lost).exp().mean())
     return finding(
         "sampler/filter",
         f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "

@@ -249,5 +249,5 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
 
 def one_digit(value: float) -> float:
     """Rounded down to one digit, such as 3.7e-4 to 3e-4."""
-    size = 10.0 ** math.floor(math.log10(value))
-    return math.floor(value / size) * size
+    digits, exponent = f"{value:.9e}".split("e")
+    return float(f"{digits[0]}e{exponent}")

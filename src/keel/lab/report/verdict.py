@@ -146,7 +146,7 @@ def _accuracy_sentence(run: RunRecord) -> Sentence:
         return "plain", f"{text}; no intervals, so its significance is unknown)."
     text += f"; 95 % intervals {span(trained.ci_before)} → {span(trained.ci_after)})"
     if trained.overlap:
-        return "warn", f"{text}. The intervals overlap: the change is not significant."
+        return "warn", f"{text}. The intervals overlap, so the change is not shown to be significant."
     tone, direction = ("good", "gain") if change > 0 else ("bad", "loss")
     return tone, f"{text}. The intervals do not overlap: a significant {direction}."
 
