@@ -20,8 +20,10 @@ from keel.envs.judge import Judge
 from keel.rollout import Engine, SamplingParams
 from keel.rollout.collect import Collector
 from keel.rollout.native.engine import NativeEngine
-from keel.rollout.play import PlayCollector
+from keel.rollout.play import EpisodeCalls, PlayCollector
 from keel.rollout.render import Renderer
+from keel.rollout.request import Request
+from keel.rollout.serving import Call
 from rollout import shapes
 
 PROBLEMS = [Problem(f"p{i}", "abcdefgh"[: 2 + i]) for i in range(3)]
@@ -320,3 +322,17 @@ def test_an_environment_that_fails_as_a_whole_is_raised(engine: NativeEngine) ->
     task = Broken(once, renderer)
     with pytest.raises(KeelError, match="no server"):
         PlayCollector(engine, task, renderer, SAMPLING, Judge.of(task)).collect(PROBLEMS)
+
+
+def test_an_episode_that_ends_while_its_call_is_sampled_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program raced the call against something else. Episodes beyond those played at once follow it."""
+    monkeypatch.setattr("keel.rollout.play.AT_ONCE", 1)
+    first, second = ("a", 0), ("b", 0)
+    calls, sampling = EpisodeCalls([first, second], 5.0, at_once=1, share=1), SamplingParams()
+    assert calls.begin_next(None) == first
+    calls.submit(Call(Request("a", (1,)), sampling, first))
+    (taken,) = calls.take(sampling)
+    assert calls.begin_next(first) == second
+    calls.submit(Call(Request("b", (1,)), sampling, second))
+    calls.finish(taken, Completion((2,), (True,), (-0.5,), (-0.5,), "x", "eos"))
+    assert [call.owner for call in calls.take(sampling)] == [second]

@@ -60,6 +60,7 @@ class EpisodeCalls(CallQueue):
             if ended is not None:
                 del self.unanswered[ended]
                 self.ended.add(ended)
+                self._queue(ended)  # it may end while a call is sampled, whose answer it no longer waits for
             self.changed.notify_all()
             if not self.to_start or self.closed:
                 return None
