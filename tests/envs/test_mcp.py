@@ -235,17 +235,17 @@ def test_a_server_that_never_answers_is_given_up_and_ended(tmp_path: Path, monke
     ("wrong", "message"),
     [
         (entry(only=["ad"]), "unknown tool of the MCP server .* 'ad': did you mean 'add'"),
-        (entry(only=[]), r"only is \[\]: give a list of tool names"),
-        (entry(only="add"), "only is 'add': give a list of tool names"),
-        (entry(timeout_s=0), "timeout_s of .* is 0: it must be a number above 0"),
-        (entry(max_characters=2.5), "max_characters of .* is 2.5: it must"),
-        (entry(at_once=True), "at_once of .* is True: it must"),
-        (entry(timeout=3), "unknown option of an mcp entry in task.tools 'timeout': did you mean 'timeout_s'"),
+        (entry(only=[]), r"only is \[\].*list"),
+        (entry(only="add"), "only is .*add.*list"),
+        (entry(timeout_s=0), "timeout_s.* is 0.*above 0"),
+        (entry(max_characters=2.5), "max_characters.* is 2.5.*whole number"),
+        (entry(at_once=True), "at_once.* is true.*whole number"),
+        (entry(timeout=3), r"unknown option .*timeout.*did you mean .*timeout_s"),
         ({"mcp": "serve 'it"}, "mcp is .*: give the server's command or its URL"),
-        ({"mcp": 3}, "mcp is 3: give the server's command"),
-        ({"only": ["add"]}, "mcp is None: give the server's command"),
-        ({"mcp": "serve", "env": ["A"]}, "env of 'serve' must be a mapping"),
-        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env of .* must be a mapping .* needs a command"),
+        ({"mcp": 3}, "mcp is 3"),
+        ({"only": ["add"]}, "mcp is required"),
+        ({"mcp": "serve", "env": ["A"]}, "env is .*A.*mapping"),
+        ({"mcp": "http://127.0.0.1:1/mcp", "env": {"A": "1"}}, "env of .*command.*headers"),
     ],
 )
 def test_wrong_entries_are_one_line(wrong: dict[str, Any], message: str) -> None:
@@ -391,5 +391,5 @@ def test_headers_go_to_an_address_and_are_not_shown(monkeypatch: pytest.MonkeyPa
         server.shutdown()
     assert seen[0] == ("/mcp?k=s3cret-token", "Bearer s3cret-token")
     assert "s3cret" not in str(caught.value)
-    with pytest.raises(KeelError, match=r"headers of .* must be a mapping .* needs a URL"):
+    with pytest.raises(KeelError, match="headers of .*URL.*env"):
         tools_of([{"mcp": "server", "headers": {"A": "1"}}])
