@@ -391,5 +391,5 @@ def test_headers_go_to_an_address_and_are_not_shown(monkeypatch: pytest.MonkeyPa
         server.shutdown()
     assert seen[0] == ("/mcp?k=s3cret-token", "Bearer s3cret-token")
     assert "s3cret" not in str(caught.value)
-    with pytest.raises(KeelError, match="headers of .*URL.*env"):
+    with pytest.raises(KeelError, match=r"headers of .*URL.*env"):
         tools_of([{"mcp": "server", "headers": {"A": "1"}}])
