@@ -52,7 +52,7 @@ class GradientNorms:
     def line(self, beta: float, shares: Sequence[float], kl: float) -> str:
         if self.beta_for(0.5) is None:
             nothing = "the rewards do not differ" if self.policy == 0 else "the KL term has no gradient"
-            return f"the KL's share of the gradient cannot be told: {nothing}"
+            return f"the KL's share of the gradient is unknown: {nothing}"
         betas = ", ".join(f"{self.beta_for(share):.2g} for {share:.0%}" for share in shares)
         return (
             f"KL is {self.share(beta):.1%} of the gradient at kl.beta={beta:g} and {kl:.2g} nats per token; "
