@@ -170,7 +170,7 @@ def test_killed_half_way_and_started_again(finished_study, tmp_path, monkeypatch
     process.wait()
     assert not (run / "outcome.json").exists()
     assert not (tmp_path / "out" / "table.csv").exists()
-    monkeypatch.setattr("keel.lab.studies.process.run_process", run_forked)
+    monkeypatch.setattr("keel.lab.studies.run.run_process", run_forked)
     finish(study, tmp_path / "out")
     assert (tmp_path / "out" / "table.csv").read_bytes() == (folder / "table.csv").read_bytes()
 
