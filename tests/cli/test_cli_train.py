@@ -49,7 +49,7 @@ def test_words_of_the_command_line():
         split(["-x"])
 
 
-def test_which_configuration(tmp_path):
+def test_which_configuration(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
     assert choose([]) == ("default", [])
@@ -58,6 +58,13 @@ def test_which_configuration(tmp_path):
         choose([str(run)], resume=True)
     (run / "config.yaml").write_text("{}")
     assert choose([str(run)], resume=True) == (str(run), [f"run.dir={run.parent}", "run.name=one"])
+    (run / "sub").mkdir()
+    link = tmp_path / "elsewhere" / "latest"
+    link.parent.mkdir()
+    link.symlink_to(run)
+    for path, here in ((".", run), ("..", run / "sub"), (str(link), tmp_path)):
+        monkeypatch.chdir(here)
+        assert choose([path], resume=True) == (path, [f"run.dir={run.parent}", "run.name=one"])
     with pytest.raises(KeelError, match="give one configuration"):
         choose(["a.yaml", "b.yaml"])
 

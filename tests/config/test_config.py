@@ -201,7 +201,7 @@ def test_mistakes_in_a_file(tmp_path):
         assert says in refused(path)
     path.write_bytes(b"\xff\xfe\x00")
     assert "not a UTF-8 text file" in refused(path)
-    assert f"found {path}" in refused(tmp_path / "b.yaml")
+    assert str(path) in refused(tmp_path / "aa.yaml")
     assert "without a config.yaml" in refused(tmp_path)
     path.write_text("", encoding="utf-8")
     assert load_config(path) == load_config({})
@@ -491,3 +491,17 @@ def test_an_option_that_would_not_be_read_is_refused(given, other, off, on):
     assert f"{other}={off}" in said
     assert on in said.partition("leave it out")[2]
     assert "\n" not in said
+
+
+def test_a_missing_configuration_suggests_similar_names_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in (".pre-commit-config.yaml", "mkdocs.yml", "stronger.yaml"):
+        Path(name).write_text("{}")
+    suggested = {"strongr.yaml": "stronger.yaml", "defalt": "default", "unlike.yaml": None}
+    for missing, expected in suggested.items():
+        with pytest.raises(KeelError) as error:
+            load_config(missing)
+        shown = str(error.value).removeprefix(f"no configuration at {missing}")
+        assert "mkdocs" not in shown
+        assert "pre-commit" not in shown
+        assert expected is None or expected in shown

@@ -328,7 +328,8 @@ def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[st
     """Return the configuration's path and the overrides that it implies.
 
     Without a path this is `default`, or `own_data` if the overrides name data, since the warm start of `default` is
-    for its own task. `--resume RUN` keeps writing to the folder RUN, even if that folder was moved.
+    for its own task. `--resume RUN` keeps writing to the folder RUN, even if that folder was moved, is a link, or is
+    given as `.`.
     """
     if len(paths) > 1 + resume:
         extra = paths[1 + resume]
@@ -339,7 +340,8 @@ def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[st
     if not resume:
         return paths[0], []
     if is_run(run):
-        return paths[0], [f"run.dir={text.dump(str(run.parent))}", f"run.name={text.dump(run.resolve().name)}"]
+        folder = run.resolve() if run.is_symlink() or run.name in ("", "..") else run
+        return paths[0], [f"run.dir={text.dump(str(folder.parent))}", f"run.name={text.dump(folder.name)}"]
     if len(paths) == 2 or run.is_dir():
         raise KeelError(f"nothing to resume at {run}: it has no config.yaml; give a run folder")
     return paths[0], []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +54,36 @@ def read(path: Path) -> dict[str, Any]:
     return data
 
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+_SHIPPED = (_PACKAGE / "configs", _PACKAGE.parents[1] / "configs")  # installed, or in a clone
+
+
 def find(path: Path) -> Path:
     """The path itself, or the shipped configuration with this name: `default` is configs/default.yaml."""
-    if path.exists() or path.suffix or len(path.parts) != 1:
+    if path.exists() or not _may_be_shipped(path):
         return path
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "configs", package.parents[1] / "configs"):  # installed, or in a clone
-        shipped = folder / f"{path.name}.yaml"
-        if shipped.is_file():
-            return shipped
-    return path
+    shipped = (folder / f"{path.name}.yaml" for folder in _SHIPPED)
+    return next((file for file in shipped if file.is_file()), path)
+
+
+def _may_be_shipped(path: Path) -> bool:
+    return not path.suffix and len(path.parts) == 1
 
 
 def _neighbours(path: Path) -> str:
-    parent = path.parent
+    """The configurations with a similar name: YAML files of the same folder, and shipped ones for a plain name."""
+    named = {file.stem: str(file) for file in _yaml_files(path.parent)}
+    if _may_be_shipped(path):
+        named = {**{file.stem: file.stem for folder in _SHIPPED for file in _yaml_files(folder)}, **named}
+    similar = [named[stem] for stem in get_close_matches(path.stem, named)]
+    return f"; did you mean {' or '.join(similar)}?" if similar else ""
+
+
+def _yaml_files(folder: Path) -> list[Path]:
     try:
-        files = sorted(str(p) for p in parent.glob("*.y*ml")) if parent.is_dir() else []
+        return sorted(folder.glob("*.y*ml"))
     except OSError:
-        files = []
-    return f"; found {', '.join(files[:5])}" if files else ""
+        return []
 
 
 def absolute_paths(settings: dict[str, Any]) -> dict[str, Any]:
