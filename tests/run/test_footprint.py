@@ -148,6 +148,9 @@ def test_a_layout_that_is_named_is_taken_or_refused():
     job = RunMemory()
     named = load_config(base, ["parallel.sharding=hybrid", "parallel.shard_size=4", "parallel.offload=true"])
     assert choose_layout(named, llama_7b(), job, 8, machine=8, memory=None) == DeviceLayout(8, "hybrid", 4, True)
+    for devices in (2, 6):  # not a multiple of shard_size
+        with pytest.raises(KeelError, match=rf"{devices} devices.* 4.*parallel\.shard_size"):
+            choose_layout(named, llama_7b(), job, devices, machine=8, memory=None)
     whole = load_config(base, ["parallel.sharding=none"])
     assert choose_layout(whole, llama_7b(), job, 8, machine=8, memory=1) == DeviceLayout(8)
     with pytest.raises(KeelError, match=r"optim\.offload=true does not work with parallel\.sharding=full"):

@@ -207,7 +207,13 @@ def choose_layout(
     candidates = layouts(config, shape, devices, machine)
     chosen = config.parallel.sharding
     if chosen != "auto":
-        return next(layout for layout in candidates if layout.sharding == chosen)
+        named = next((layout for layout in candidates if layout.sharding == chosen), None)
+        if named is None:
+            raise KeelError(
+                f"parallel.sharding=hybrid cannot divide {devices} devices into groups of "
+                f"{config.parallel.shard_size or machine}: set parallel.shard_size to a divisor of {devices}"
+            )
+        return named
     if memory is None:
         return candidates[0]
     limit = MAX_RESIDENT_SHARE * memory
@@ -225,7 +231,7 @@ def layouts(config: Config, shape: ModelShape, devices: int, machine: int) -> li
         )
     rows = parallel.shard_size or machine
     able = not unfit and bool(shape.blocks)
-    hybrid = parallel.sharding == "hybrid" or (able and devices > rows > 1 and devices % rows == 0)
+    hybrid = devices % rows == 0 and (parallel.sharding == "hybrid" or (able and devices > rows > 1))
     full = parallel.sharding == "full" or (able and devices > 1)
     return [
         DeviceLayout(devices),

@@ -66,7 +66,11 @@ def rank_plans(
         limit = hardware.memory_bytes // (count if hardware.kind == "cpu" else 1)
         machine = min(count, MACHINE)
         memory = limit if hardware.kind == "cuda" else None
-        chosen = choose_layout(config, shape, job, count, machine=machine, memory=memory)
+        # In a table for several numbers of devices, those that shard_size does not divide have no chosen layout.
+        uneven = config.parallel.sharding == "hybrid" and count % (config.parallel.shard_size or machine)
+        chosen: DeviceLayout | None = None
+        if not uneven or len(devices) == 1:
+            chosen = choose_layout(config, shape, job, count, machine=machine, memory=memory)
         for layout in layouts(config, shape, count, machine):
             plans.append(_rank(config, shape, job, layout, cost, limit, chosen=layout == chosen))
     return tuple(plans)
