@@ -13,7 +13,7 @@ from keel.api import supervise, train
 from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
-from keel.run.model_ref import resolve_model, saved_steps
+from keel.run.model_ref import model_folder, resolve_model, saved_steps
 from trainer.small import BASE
 
 OTHERS = [{"name": "arithmetic", "skill": "copy", "digits": 2}, {"name": "arithmetic", "skill": "max", "high": 9}]
@@ -147,6 +147,9 @@ def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: P
         resolve_model(str(run), checkpoint="7")
     with pytest.raises(KeelError, match="warmstart"):
         resolve_model(f"{run}@begin")
+    with pytest.raises(KeelError) as error:
+        model_folder(f"{run}@begin")
+    assert "warmstart" not in str(error.value)  # a warm start has no folder to export
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
     (empty / "config.yaml").write_text("run: {name: empty}\n")

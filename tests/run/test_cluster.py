@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 import yaml
 
+from keel.base.errors import KeelError
 from keel.cli import main
 from keel.rollout.registry import PLACEHOLDER_URL
 from keel.rollout.vllm.service import Service
 from keel.run.cluster.placement import Placement, bundles_of
-from keel.run.cluster.train import serve_options, server_overrides
+from keel.run.cluster.train import ClusterSampler, serve_options, server_overrides
 from keel.trainer.options import RayOptions
 from ranks import free_port
 from run.native_server import NativeBackend
@@ -201,6 +203,42 @@ def test_what_is_refused_before_a_cluster_is_asked(
     assert main(["train", str(config), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+class OneStart:
+    """An actor that starts a process once. The process ends at once, and the node cannot start another."""
+
+    starts = 0
+
+    def write(self, name: str, text: str) -> str:
+        return name
+
+    def free_port(self, host: str) -> int:
+        return 1
+
+    def serving(self, host: str, port: int) -> bool:
+        return True
+
+    def follow(self) -> int:
+        return -signal.SIGKILL
+
+    def start(self, *_: Any) -> None:
+        self.starts += 1
+        if self.starts > 1:
+            raise KeelError("no interpreter here")
+
+
+def test_a_sampler_that_cannot_be_started_again_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    actor = OneStart()
+    placement: Any = SimpleNamespace(
+        hosts=["h", "h"], actor=lambda index: actor, call=lambda method, *arguments: method(*arguments)
+    )
+    sampler = ClusterSampler(placement, 0, RayOptions(), "", [], "secret")
+    sampler.start()
+    sampler.wait()
+    sampler._supervisor.join(10)
+    assert not sampler._supervisor.is_alive()
+    assert "no interpreter here" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_each_process_asks_for_what_it_needs() -> None:

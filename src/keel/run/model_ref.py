@@ -81,8 +81,11 @@ def saved_steps(run: Path) -> list[Path]:
     return step_folders(run / "checkpoints")
 
 
-def checkpoint_of(run: Path, which: str | None = None) -> Path:
-    """The folder of a run's newest checkpoint, of its `best`, or of step N; one with a damaged model is refused."""
+def checkpoint_of(run: Path, which: str | None = None, *, names: Sequence[str] = ("best",)) -> Path:
+    """The folder of a run's newest checkpoint, of its `best`, or of step N; one with a damaged model is refused.
+
+    `names` are the named checkpoints that an error offers.
+    """
     saved = {step_of(path): path for path in saved_steps(run)}
     if not saved:
         raise KeelError(f"{run} has no complete checkpoint yet: wait for one, or lower checkpoint.every")
@@ -99,7 +102,7 @@ def checkpoint_of(run: Path, which: str | None = None) -> Path:
             raise KeelError(f"{run} has no best checkpoint: name one of the steps {steps}")
         return _undamaged(saved[int(best["step"])], run, saved)
     if not which.isdigit():
-        raise KeelError(f"{run} has no checkpoint {which!r}: use a step ({steps}) or {', '.join(NAMED_CHECKPOINTS)}")
+        raise KeelError(f"{run} has no checkpoint {which!r}: use a step ({steps}) or {', '.join(names)}")
     if int(which) not in saved:
         raise KeelError(f"{run} has no checkpoint of step {which}: choose one of {steps}")
     return _undamaged(saved[int(which)], run, saved)
@@ -140,7 +143,7 @@ def model_folder(source: str, checkpoint: str | None = None) -> Path:
 def _of_run(run: Path, overrides: Sequence[str], which: str | None) -> ModelRef:
     config = load_config(run / "config.yaml", overrides)
     if which not in ("start", "warmstart"):
-        folder = checkpoint_of(run, which)
+        folder = checkpoint_of(run, which, names=NAMED_CHECKPOINTS)
         return ModelRef(f"{run}@{step_of(folder)}", config, folder)
     name, as_run = f"{run}@{which}", load_config(run / "config.yaml")
     supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # keel sft has no warm start

@@ -117,8 +117,13 @@ class ClusterSampler:
                 return
             self._restarts += 1
             _note(f"{lost}; it is restarted ({self._restarts} of {self._options.max_restarts})")
-            with suppress(ActorLost):
+            try:
                 self.start()
+            except ActorLost:  # the next round waits for its end and counts it
+                continue
+            except KeelError as error:
+                _note(f"sampler {self._number} at {self.url} cannot be restarted: {error}")
+                return
 
     def _exit_reason(self) -> str:
         """Wait for the server's end and return the reason."""
