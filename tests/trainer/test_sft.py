@@ -123,6 +123,8 @@ def test_a_warm_start_is_another_one_when_its_file_has_changed(tmp_path: Path) -
     assert warmstart_folder(tmp_path, config) != folder
     other = small_config(f"warmstart.path={examples}", "warmstart.steps=2")
     assert warmstart_folder(tmp_path, other) != folder
+    same = small_config(f"warmstart.path={examples}", "warmstart.steps=2", "data.curriculum.candidates=3")
+    assert warmstart_folder(tmp_path, same) == warmstart_folder(tmp_path, other)
 
 
 def test_keel_sft_leaves_a_run_with_a_model(tmp_path: Path) -> None:

@@ -235,11 +235,12 @@ def _remove_oldest(folder: Path) -> None:
 def warmstart_folder(run: Path, config: Any) -> Path:
     """The folder of this configuration's warm start in the run's folder, named by a digest of its settings.
 
-    The run's scorer does not affect it. Files enter the digest by size and modification time, since hashing a whole
-    model would be slow.
+    The run's scorer and curriculum do not affect it. Files enter the digest by size and modification time, since
+    hashing a whole model would be slow.
     """
     plain = absolute_paths(config.to_dict())
     plain["model"].pop("scorer")
+    plain["data"]["curriculum"] = None
     files = [plain["model"]["name"], *_as_list(plain["data"]["path"]), *_as_list(plain["warmstart"]["path"])]
     sections = {name: plain[name] for name in ("model", "warmstart", "task", "data")}
     settings = {**sections, "seed": config.run.seed, "files": [_file_stamps(Path(name)) for name in files]}
