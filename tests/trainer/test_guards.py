@@ -14,12 +14,22 @@ import keel
 from keel.base.errors import KeelError
 from keel.kl import KLState
 from keel.kl.options import KLBudget
+from keel.loggers import Logger, MultiLogger, RunDirectory
 from keel.run.build import build_policy, build_run
-from keel.trainer.guards import MIN_NORMS, final_violation, find_violation, over_budget, spike_limit
+from keel.trainer.checkpoint import load_checkpoint, save_checkpoint
+from keel.trainer.guards import (
+    MIN_NORMS,
+    GuardViolation,
+    final_violation,
+    find_violation,
+    over_budget,
+    spike_limit,
+)
 from keel.trainer.options import GuardLimits, GuardOptions
 from keel.trainer.records import measure_final
+from keel.trainer.rollback import roll_back
 from keel.trainer.sample import problem_seed
-from keel.trainer.state import State, step_seed
+from keel.trainer.state import State, TrainingRun, step_seed
 from keel.trainer.step import train_step
 from trainer.small import BASE, small_config
 from trainer.test_step import ALWAYS, STATISTICS, make, weights
@@ -265,6 +275,59 @@ def test_the_parameter_with_the_first_non_finite_gradient_is_named() -> None:
     metrics = run.optimizer.step()
     assert metrics["guard/skipped"].value == 1.0
     assert run.optimizer.nonfinite == names[2]
+
+
+def fp16(run: TrainingRun, limit: float, scale: float = 2.0**16) -> None:
+    """A loss scaler on the CPU, and gradients that overflow while its scale is above `limit`."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.zeros(()))
+    run.optimizer.scaler = scaler
+    run.optimizer.parameters[0].register_hook(lambda grad: grad / 0.0 if scaler.get_scale() > limit else grad)
+
+
+def test_an_overflow_that_the_loss_scaler_handles_is_no_defect_of_the_policy() -> None:
+    run, state = make()
+    fp16(run, limit=2.0**8)
+    before = weights(run)
+    for halvings in range(1, 9):
+        state, metrics, _ = train_step(run, state)
+        assert (metrics["guard/skipped"], metrics["guard/overflow"], metrics["guard/nonfinite"]) == (1.0, 1.0, 0.0)
+        assert run.optimizer.loss_scale == 2.0 ** (16 - halvings)
+        assert (state.good, state.policy_version, state.confirmed) == (True, 0, state.step - 1)
+        assert find_violation(state, metrics, run.guards) is None
+    assert torch.equal(weights(run), before)
+    state, metrics, _ = train_step(run, state)
+    assert (metrics["guard/skipped"], metrics["guard/overflow"], state.policy_version) == (0.0, 0.0, 1)
+    assert not torch.equal(weights(run), before)
+
+
+@pytest.mark.parametrize("overrides", [(), ("loss.loss_type=trainer.faults:nan_loss",)], ids=["gradient", "loss"])
+def test_non_finite_numbers_that_no_loss_scale_removes_are_counted(overrides: tuple[str, ...]) -> None:
+    run, state = make(*overrides)
+    fp16(run, limit=0.0, scale=2.0**16 if overrides else 1.0)  # a gradient counts at the least scale, a loss at once
+    for step in range(1, 6):
+        state, metrics, _ = train_step(run, state)
+        assert (metrics["guard/nonfinite"], metrics["guard/overflow"], state.consecutive_skips) == (1.0, 0.0, step)
+    assert overrides or run.optimizer.loss_scale == 1.0
+    violation = find_violation(state, metrics, run.guards)
+    assert violation is not None
+    assert violation.code == "optim/non-finite"
+
+
+def test_a_rollback_does_not_raise_the_loss_scale(tmp_path: Path) -> None:
+    run, state = make()
+    fp16(run, limit=math.inf)
+    with RunDirectory.create(tmp_path / "run") as directory:
+        save_checkpoint(directory.checkpoints, run, state)
+        run.optimizer.limit_loss_scale(0.0, 64.0)
+        violation = GuardViolation("optim/non-finite", "", "rollback")
+        back = roll_back(directory, MultiLogger(Logger()), run, train_step(run, state).state, violation)
+        assert back is not None
+        assert run.optimizer.loss_scale == 64.0
+        fp16(run, limit=math.inf)  # a resume builds a new scaler
+        state = load_checkpoint(directory.checkpoints / "step-0", run)
+        assert run.optimizer.loss_scale == 64.0
+        assert train_step(run, state).state.max_loss_scale is None
 
 
 def test_kept_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,6 +264,8 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     set_rng_state(_load(trainer / RNG))
     state = State.from_dict(record["state"])
     run.optimizer.factor = state.lr_factor
+    if state.max_loss_scale is not None:
+        run.optimizer.limit_loss_scale(0.0, state.max_loss_scale)
     run.engine.sync(run.policy.model, state.policy_version)
     if run.queue is not None:
         run.queue.restore(load_pending(trainer, run, state), state.policy_version)

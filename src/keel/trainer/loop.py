@@ -302,7 +302,12 @@ def _log(job: TrainingJob, step: Step, before: State, state: State) -> None:
         norm, median = job.run.optimizer.spiked, statistics.median(before.norms)
         message = f"the gradient norm {norm:.4g} is {norm / max(median, 1e-300):.3g} × the running median {median:.4g}"
         job.loggers.event("guard/spike", step=state.step, message=message)
-    if step.metrics["guard/skipped"] > 0:
+    overflows = step.metrics.get("guard/overflow", 0.0)
+    if overflows > 0:
+        scale = job.run.optimizer.loss_scale
+        message = f"the gradient overflowed in fp16: the update was skipped and the loss scale reduced to {scale:g}"
+        job.loggers.event("guard/overflow", step=state.step, message=message)
+    if step.metrics["guard/skipped"] > overflows:
         _log_skipped(job, step, state)
     for kind, message in no_signal_events(state, job.run.guards) if job.run.loss.policy_weight else ():
         job.loggers.event(kind, step=state.step, message=message)

@@ -19,6 +19,7 @@ from keel.models.sharding import full_tensor, local_tensor
 from keel.trainer.options import OptimOptions, warmup_within
 
 Schedule = Callable[[int], float]
+MIN_LOSS_SCALE = 1.0  # fp16: an overflow at this loss scale counts as non-finite; DeepSpeed and Megatron use 1 too
 
 
 def constant(progress: float) -> float:
@@ -95,7 +96,8 @@ class Optimizer:
     """A torch optimizer with a schedule and a guard against non-finite gradients. `step` makes or skips one update.
 
     A non-finite loss or gradient norm skips optimizer and schedule. Clipping does not remove NaN, and a NaN in the
-    moments is permanent. `offload` keeps the moments on the CPU between updates.
+    moments is permanent. Under fp16, a gradient overflow with a finite loss also halves the loss scale, as in
+    `torch.amp.GradScaler`. `offload` keeps the moments on the CPU between updates.
     """
 
     def __init__(
@@ -142,6 +144,19 @@ class Optimizer:
         return 0 if self.options.offload else 2 * sum(sizes)
 
     @property
+    def loss_scale(self) -> float | None:
+        """The fp16 loss scale; None without scaling. Reading it waits for the device."""
+        return None if self.scaler is None else self.scaler.get_scale()
+
+    def limit_loss_scale(self, lowest: float, highest: float) -> None:
+        """Bound the fp16 loss scale, if there is one."""
+        if self.scaler is not None:
+            scale = self.scaler.get_scale()
+            bounded = min(max(scale, lowest), highest)
+            if bounded != scale:
+                self.scaler.update(bounded)
+
+    @property
     def lr(self) -> float:
         """The learning rate of the next update, including the reduction by rollbacks (`factor`)."""
         return self.learning_rate * self.schedule(self.updates) * self.factor
@@ -157,7 +172,8 @@ class Optimizer:
 
         `info` holds the metrics of the accumulated passes, including `loss/total`. The guard decides on the host, so
         each update waits for the device once. A norm above `spike` is recorded. With `skip_spike`, such an update is
-        skipped. `nonfinite` is set to the first parameter with a non-finite gradient.
+        skipped. `nonfinite` is set to the first parameter with a non-finite gradient. An fp16 overflow counts as
+        `guard/overflow`, not as `guard/nonfinite`, while the loss scale is above `MIN_LOSS_SCALE`.
         """
         self.stepped = True
         lr, max_norm = self.lr, self.options.max_grad_norm
@@ -172,7 +188,10 @@ class Optimizer:
         total = torch.nn.utils.get_total_norm(gradients)
         numbers = self.world.reduce({**(info or {}), "grad/norm": Mean(full_tensor(total), 1.0)})
         norm = numbers["grad/norm"].value
-        finite = math.isfinite(norm) and ("loss/total" not in numbers or math.isfinite(numbers["loss/total"].value))
+        finite_loss = "loss/total" not in numbers or math.isfinite(numbers["loss/total"].value)
+        finite = math.isfinite(norm) and finite_loss
+        scale = None if finite else self.loss_scale
+        overflow = scale is not None and finite_loss and scale > MIN_LOSS_SCALE
         is_spike = finite and spike is not None and norm > spike
         applied = finite and not (is_spike and skip_spike)
         if applied:
@@ -181,12 +200,14 @@ class Optimizer:
             _count_writes(self.parameters)
             self.updates += 1
             self.applied_norms.append(norm)
-        elif not finite:
+        elif not finite and not overflow:
             self.nonfinite = self.nonfinite or self._first_nonfinite()
         if is_spike:
             self.spiked = max(self.spiked, norm)
         if self.scaler:
             self.scaler.update()
+            if not finite:
+                self.limit_loss_scale(MIN_LOSS_SCALE, math.inf)
         self.inner.zero_grad(set_to_none=True)
         if self.options.offload:
             self._move_state(torch.device("cpu"))
@@ -196,8 +217,9 @@ class Optimizer:
             "grad/clip_factor": Mean(clip, 1.0),
             "optim/learning_rate": Mean(lr, 1.0),
             "guard/skipped": Mean(float(not applied), 1.0),
-            "guard/nonfinite": Mean(float(not finite), 1.0),
+            "guard/nonfinite": Mean(float(not finite and not overflow), 1.0),
             "guard/spike": Mean(float(is_spike), 1.0),
+            **({} if self.scaler is None else {"guard/overflow": Mean(float(overflow), 1.0)}),
         }
 
     def _sum_gradients(self) -> None:

@@ -45,6 +45,7 @@ class Rollback:
     code: str
     message: str
     time: float
+    max_loss_scale: float | None = None  # the fp16 loss scale at the decision; a larger one would overflow again
 
 
 def roll_back(
@@ -84,7 +85,7 @@ def _go_back(
     outcome: str,
     **changes: Any,
 ) -> State | None:
-    world = run.world
+    world, changes = run.world, {**changes, "max_loss_scale": run.optimizer.loss_scale}
     target = world.broadcast(_intact_target(directory, loggers, state) if world.is_main else None)
     if target is None:
         return None
@@ -153,7 +154,8 @@ def finish_rollback(directory: RunDirectory) -> bool:
 
 
 def _announce(loggers: MultiLogger, plan: Rollback) -> None:
-    fields = {name: value for name, value in asdict(plan).items() if name not in ("kind", "from_step")}
+    unlogged = ("kind", "from_step", *(("max_loss_scale",) if plan.max_loss_scale is None else ()))
+    fields = {name: value for name, value in asdict(plan).items() if name not in unlogged}
     loggers.event(plan.kind, step=plan.from_step, **fields)
 
 
@@ -166,6 +168,7 @@ def _carry_out(directory: RunDirectory, plan: Rollback) -> None:
         if state.best is not None and not (directory.checkpoints / f"step-{int(state.best['step'])}").is_dir():
             state = replace(state, best=None)  # its checkpoint was removed in favour of a later, better one
         state = replace(state, attempt=plan.attempt, rollbacks=plan.rollbacks, lr_factor=plan.lr_factor)
+        state = replace(state, max_loss_scale=plan.max_loss_scale)
         rewrite_state(
             checkpoint, replace(state, consecutive_skips=0, spike_skips=0, over_budget=False, confirmed=plan.to)
         )

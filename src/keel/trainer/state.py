@@ -107,7 +107,10 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Whether any or all updates of a step were skipped, and whether only spikes were the reason."""
+    """Whether any or all updates of a step were skipped, and whether only spikes were the reason.
+
+    `any` ignores fp16 overflows that only lower the loss scale: they are not a defect of the policy.
+    """
 
     any: bool = False
     all: bool = False
@@ -117,7 +120,8 @@ class Skipped:
     def of(cls, metrics: Mapping[str, float]) -> Skipped:
         """Read a step's metrics. If any of several updates is non-finite, the step counts as non-finite."""
         share = metrics["guard/skipped"]
-        return cls(share > 0.0, share >= 1.0, share > 0.0 and metrics["guard/nonfinite"] == 0.0)
+        counted = share > metrics.get("guard/overflow", 0.0)
+        return cls(counted, share >= 1.0, counted and metrics["guard/nonfinite"] == 0.0)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class State:
     those that were skipped only for spikes. `confirmed` is the last step whose weights passed the next step's guards.
     `lr_factor` is the product of all rollbacks' learning-rate factors. `norms` are the gradient norms of the last
     applied updates. `data` is the digest of the task's data. `curriculum` holds decayed counts of the groups so far.
+    `max_loss_scale` is set by a rollback until the next step: the fp16 loss scale continues at most there.
     """
 
     kl: KLState
@@ -154,10 +159,11 @@ class State:
     data: str | None = None
     other_kl: Mapping[str, KLState] = field(default_factory=dict)
     curriculum: Curriculum = field(default_factory=Curriculum)
+    max_loss_scale: float | None = None
 
     @property
     def good(self) -> bool:
-        """Whether the last step skipped no update. An exceeded budget is handled before saving."""
+        """Whether the last step skipped no update but for fp16 overflows. A budget is handled before saving."""
         return self.consecutive_skips == 0
 
     @property
@@ -189,6 +195,7 @@ class State:
             tokens=self.tokens + tokens,
             last_kl=last_kl or self.last_kl,
             curriculum=curriculum or self.curriculum,
+            max_loss_scale=None,
         )
 
     def to_dict(self) -> dict[str, Any]:

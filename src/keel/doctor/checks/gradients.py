@@ -63,6 +63,9 @@ def non_finite(log: Log) -> CheckResults:
     if skipped is not None:
         bad_steps.update(skipped.where(lambda share: share > 0))
         watched.append(skipped)
+        overflow = log.get("guard/overflow")  # fp16: these updates only lower the loss scale
+        if overflow is not None:
+            bad_steps -= set(overflow.where(lambda share: share > 0)) - set(skipped.where(lambda share: share > 0))
     # includes attempts that a rollback abandoned
     skips = [event for event in log.events if event.get("kind") == "guard/skipped"]
     bad = bad_steps | {step_of(event) for event in skips if event.get("cause") != "spike"}
