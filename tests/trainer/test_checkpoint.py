@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ from keel.trainer.checkpoint import (
     clean,
     load_checkpoint,
     newest,
+    newest_intact,
     save_checkpoint,
+    saved_state,
     state_dict_on_cpu,
     step_of,
 )
@@ -125,6 +130,47 @@ def test_leftovers_of_a_kill_are_passed_over_and_removed(tmp_path: Path) -> None
     assert newest(tmp_path) == tmp_path / "step-0"
     clean(tmp_path)
     assert not (tmp_path / ".writing-step-9").exists()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", range(5))
+def test_a_kill_while_a_step_is_saved_again_leaves_a_whole_checkpoint(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each call that changes the folder, the process may be killed; the last call of the range is none."""
+    run, state = make()
+    old = replace(state, tokens=1)
+    save_checkpoint(tmp_path, run, old)
+    calls = 0
+
+    def dying(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(path: Path, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if not Path(path).name.startswith(".writing-") or inner is rename:
+                calls += 1
+                if calls > call:
+                    raise Killed
+            return inner(path, *args, **kwargs)
+
+        return wrapped
+
+    rename = Path.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dying(rename))
+        patch.setattr(module.shutil, "rmtree", dying(module.shutil.rmtree))
+        with suppress(Killed):
+            save_checkpoint(tmp_path, run, replace(state, tokens=2))
+    clean(tmp_path)
+    saved, damaged = newest_intact(tmp_path)
+    assert not damaged
+    assert saved is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
+    found = saved_state(saved)
+    assert found is not None
+    assert found.tokens == (1 if call < 3 else 2)
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(

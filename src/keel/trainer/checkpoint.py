@@ -2,8 +2,9 @@
 
 `checkpoints/step-N/` is an ordinary transformers folder (or a peft adapter) with a model card. Its subfolder `trainer/`
 holds the remaining state. A checkpoint is written to a temporary folder, synced to disk and renamed, so a folder called
-`step-N` is complete. `trainer/state.json` records the sha256 of every file, so that a changed file is reported by name
-(`integrity.py`).
+`step-N` is complete. If `step-N` exists, it is first renamed to `.replaced-step-N`; `clean` renames it back if the
+process was killed before the new one took its place. `trainer/state.json` records the sha256 of every file, so that a
+changed file is reported by name (`integrity.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from keel.trainer.summary import model_card
 STATE, OPTIMIZER, REFERENCE, RNG = "state.json", "optimizer.pt", "reference.pt", "rng.pt"
 MOMENTS = "optimizer"  # folder for torch.distributed.checkpoint, if moments are sharded
 _NAME = re.compile(r"step-(\d+)")
-_TEMPORARY = ".writing-"
+_TEMPORARY, _REPLACED = ".writing-", ".replaced-"
 
 
 def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapping[str, Any] | None = None) -> Path:
@@ -77,12 +78,20 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
             save_pending(temporary / TRAINER, run, state)
             _save_trainer(temporary / TRAINER, state, optimizer, references, newest(folder))
             _flush(temporary)
-            if target.exists():  # a step is saved again after a rollback
-                shutil.rmtree(target)
-            temporary.rename(target)
-            sync_folder(folder)
+            _move_into_place(temporary, target)
     world.barrier()
     return target
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    """Rename a complete folder to `target`. The folder that it replaces is removed when the new one is on disk."""
+    replaced = target.with_name(f"{_REPLACED}{target.name}")
+    if target.exists():  # a step is saved again after a rollback
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.rename(replaced)
+    temporary.rename(target)
+    sync_folder(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager
@@ -170,8 +179,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
+        _move_into_place(temporary, target)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise KeelError(f"cannot write {target}: {_reason(error)}; free some space and run it again") from error
@@ -430,12 +438,16 @@ def read_record(path: Path) -> dict[str, Any] | None:
 
 
 def clean(folder: Path, *, keep: int | None = None, also: Collection[int | None] = ()) -> list[Path]:
-    """Remove temporary folders of interrupted saves. With `keep`, also remove old checkpoints.
+    """Undo interrupted saves and remove their temporary folders. With `keep`, also remove old checkpoints.
 
     The last `keep` intact checkpoints and those in `also` stay. Damaged checkpoints do not count, so the last intact
     one is never removed.
     """
-    for leftover in folder.glob(f"{_TEMPORARY}*"):
+    for replaced in folder.glob(f"{_REPLACED}*"):
+        target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not target.exists():
+            replaced.rename(target)
+    for leftover in (*folder.glob(f"{_TEMPORARY}*"), *folder.glob(f"{_REPLACED}*")):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
         return []
