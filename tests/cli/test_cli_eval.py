@@ -155,7 +155,7 @@ def test_the_best_checkpoint_and_those_that_are_not_there(run: Path, tmp_path: P
     (empty / "config.yaml").write_text("run: {name: empty}\n")
     with pytest.raises(KeelError, match="no complete checkpoint yet"):
         resolve_model(str(empty))
-    with pytest.raises(KeelError, match="had no warm start"):
+    with pytest.raises(KeelError, match="has no warm start"):
         resolve_model(f"{empty}@warmstart")
     assert resolve_model(f"{empty}@start").weights is None
 

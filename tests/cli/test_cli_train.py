@@ -65,7 +65,7 @@ def test_which_configuration(tmp_path, monkeypatch):
     for path, here in ((".", run), ("..", run / "sub"), (str(link), tmp_path)):
         monkeypatch.chdir(here)
         assert choose([path], resume=True) == (path, [f"run.dir={run.parent}", "run.name=one"])
-    with pytest.raises(KeelError, match="give one configuration"):
+    with pytest.raises(KeelError, match="second configuration"):
         choose(["a.yaml", "b.yaml"])
 
 
@@ -121,7 +121,7 @@ def test_users_own_parts_of_the_working_folder(config_file, called, tmp_path):
         (["train", "mine.yaml", "--nope", "1"], "unknown option nope"),
         (["train", "mine.yaml", "kl.beta=-1"], "at least 0"),
         (["train", "none.yaml"], "no configuration at none.yaml"),
-        (["train", "mine.yaml", "mine.yaml"], "give one configuration"),
+        (["train", "mine.yaml", "mine.yaml"], "second configuration"),
         (["train", "mine.yaml", "--reward-weights", "3"], "has no counterpart"),
         (["sft", "mine.yaml"], "needs a warmstart section"),
         (["report", "no-such-run"], "no-such-run"),
@@ -149,7 +149,7 @@ def test_the_version_with_what_a_bug_report_needs(arguments, capsys):
 def test_options_before_a_missing_command(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"keel {__version__}\n"
-    for arguments, says in ((["--verbose"], "--verbose is for --version"), (["--"], "name a command")):
+    for arguments, says in ((["--verbose"], "--version --verbose"), (["--"], "name a command")):
         assert main(arguments) == 2
         assert says in capsys.readouterr().err
 

@@ -137,15 +137,15 @@ ACCEPTED = [
 # Another meaning or unit: refused in a line that names the option and what to write.
 REFERRED = [
     ("rollout_batch_size", "64", "rollout.prompts_per_step=64"),
-    ("train_batch_size", "64", "set rollout.prompts_per_step for the first, optim.minibatches"),
+    ("train_batch_size", "64", "set rollout.prompts_per_step, or optim.minibatches"),
     ("use_kl_penalty", "true", "set kl.beta above 0, such as kl.beta=0.01"),
-    ("use_kl_loss", "true", "give it or kl.beta"),
+    ("use_kl_loss", "true", "or kl.beta ("),
     ("kl_penalty", "low_var_kl", "set kl.estimator=k3"),
     ("adap_kl_ctrl", "true", "kl.controller={name: ziegler, target: T}"),
-    ("max_epochs", "2", "set loss.num_iterations=2 for the first, run.max_steps"),
+    ("max_epochs", "2", "set loss.num_iterations=2, "),
     ("num_train_epochs", "2", "set run.max_steps"),
     ("total_episodes", "2", "set run.max_steps"),
-    ("warmup_ratio", "0.1", "give run.max_steps"),
+    ("warmup_ratio", "0.1", "set run.max_steps"),
     ("max_length", "64", "rollout.max_completion_length"),
     ("reward_funcs", "accuracy", "rewards: [{name, weight}]"),
     ("reward_fn", "exact", "rewards=[{name: exact}]"),
@@ -185,7 +185,7 @@ REFERRED = [
     ("kl_clip", "5", "kl.log_ratio_clamp"),
     ("max_kl", "0.1", "kl.budget=0.1"),
     ("keep_top_k", "2", "checkpoint.keep=2"),
-    ("ref_update_steps", "10", "give reference.kind=snapshot"),
+    ("ref_update_steps", "10", "set reference.kind=snapshot"),
     ("resume", "runs/first", "keel train --resume RUN"),
     ("r_policy_malformed", "-0.3", "task.malformed=-0.3"),
     ("r_env_malformed", "-0.3", "task.malformed=-0.3"),
@@ -236,7 +236,7 @@ def test_a_name_of_another_meaning_is_refused_with_what_to_write(name, value, sa
 
 @pytest.mark.parametrize(("name", "value", "says"), NOT_NEEDED, ids=[name for name, _, _ in NOT_NEEDED])
 def test_what_needs_no_option_is_said(name, value, says):
-    assert f"{name}={value} changes nothing: " in notes_of({}, f"{name}={value}")[0]
+    assert f"{name}={value} has no effect: " in notes_of({}, f"{name}={value}")[0]
     assert says in notes_of({}, f"{name}={value}")[0]
 
 
@@ -262,7 +262,7 @@ def test_names_that_share_a_line_agree_with_each_other():
     assert load_config({"use_kl_penalty": True, "kl_coef": 0.02}).kl.beta == 0.02
     assert load_config({"use_kl_penalty": False}).kl.beta == 0.0
     [note] = notes_of({}, "use_kl_penalty=true", "kl.beta=0.02")
-    assert note.startswith("use_kl_penalty=true (kl.beta) changes nothing: ")
+    assert note.startswith("use_kl_penalty=true (kl.beta) has no effect: ")
     config = load_config({"ref_update_steps": 10, "reference.kind": "snapshot"})
     assert config.reference.params["every"] == 10
     assert load_config({"use_lora": False, "lora_r": 8}).model.lora is None
@@ -285,7 +285,7 @@ def test_a_group_is_counted_under_each_of_its_names():
         assert (config.rollout.prompts_per_step, config.rollout.num_generations) == (8, 4)
         if name == "n_samples_per_prompt":  # OpenRLHF's, whose batches are prompts
             continue
-        with pytest.raises(KeelError, match=r"32 completions in groups of 4 are rollout\.prompts_per_step=8"):
+        with pytest.raises(KeelError, match=r"32 completions set rollout\.prompts_per_step=8"):
             load_config({name: 4, "rollout_batch_size": 32})
         with pytest.raises(KeelError, match=rf"{name} is 0: give a whole number, at least 1"):
             load_config({name: 0, "rollout_batch_size": 32})
@@ -295,7 +295,7 @@ def test_a_group_is_counted_under_each_of_its_names():
 def test_a_batch_of_no_whole_groups_is_said_so(batch):
     line = refusal("rollout_batch_size", batch)
     assert line.endswith(f"{batch} completions are not a multiple of rollout.num_generations=8")
-    assert f"{batch} prompts are rollout.prompts_per_step={batch}," in line
+    assert f"rollout.prompts_per_step={batch};" in line
 
 
 def test_a_secret_that_a_peer_takes_as_an_option_is_not_repeated():

@@ -66,7 +66,7 @@ def test_nans_in_a_row_stop_the_run(tmp_path):
     trainer = keel_trainer(tmp_path, cls=Broken, max_steps=5, more={"guards": GuardOptions(max_consecutive_nans=2)})
     trainer.train()
     assert trainer.state.global_step == 2
-    assert "2 updates in a row were skipped" in trainer.keel_stopped
+    assert "2 steps in a row" in trainer.keel_stopped
 
 
 def test_a_spike_is_skipped(tmp_path):

@@ -212,7 +212,8 @@ def test_a_kl_explosion_is_survived(tmp_path: Path) -> None:
     assert max(line["kl/policy_ref/k3/mean"] for line in metrics) < 0.5
     assert result.summary["kl"]["k3"]["mean"] < 0.5
     page = (run / "report.html").read_text()
-    assert "kl.budget.max 0.5 at step 9: back to checkpoint step-7" in page
+    assert "kl.budget.max 0.5 at step 9: " in page
+    assert "step-7" in page
 
 
 LAST = {**EXPLOSION, "run.max_steps": "8"}
@@ -227,7 +228,7 @@ def test_an_explosion_in_the_last_update_is_rolled_back(tmp_path: Path) -> None:
     result = keel.train(BASE, overrides=command_line(tmp_path, LAST))
     guard_events = events(result.directory, "rollback")
     assert [(event["step"], event["to"], event["code"]) for event in guard_events] == [(8, 7, "kl/over-budget")]
-    assert "after the last update, that of step 8" in guard_events[0]["message"]
+    assert "step 8" in guard_events[0]["message"]
     assert (result.exit_status, result.steps) == (0, 8)
     assert final_kl(result) < 0.5
     assert [line["step"] for line in lines(result.directory, "metrics.jsonl")] == list(range(1, 9))
@@ -272,7 +273,7 @@ def test_a_run_that_cannot_be_helped_stops_at_its_last_good_model(tmp_path: Path
     assert [event["lr_factor"] for event in events(run, "rollback")] == [0.5, 0.25]
     guard_events = events(run, "stop")
     assert len(guard_events) == 1
-    assert "the run stops after 2 rollbacks" in guard_events[0]["message"]
+    assert "after 2 rollbacks" in guard_events[0]["message"]
     assert [line["step"] for line in lines(run, "metrics.jsonl")] == [1, 2, 3]
     assert sorted(path.name for path in (run / "abandoned").iterdir()) == ["attempt-0", "attempt-1", "attempt-2"]
     assert max(int(path.name[5:]) for path in (run / "checkpoints").iterdir()) == 3

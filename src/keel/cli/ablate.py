@@ -15,8 +15,8 @@ from keel.cli.app import ANY_OPTION, app, split
 ABLATE_HELP = """Run a grid of options over several seeds and report tables, plots and a verdict.
 
 Give a configuration with --grid, or a study file (config, grid, seeds, baseline), and options for all points. After an
-interruption, repeat the command: finished runs are kept. A run that fails or that a guard stops appears in the table
-with the reason.
+interruption, repeat the command: finished runs are kept. If a run fails or a guard stops it, the table gives the
+reason.
 
 Examples:
 

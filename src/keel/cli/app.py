@@ -32,13 +32,14 @@ def _root(
         _show_version(verbose)
         raise typer.Exit
     if verbose:
-        raise KeelError("--verbose is for --version: keel --version --verbose")
+        raise KeelError("--verbose works only with --version: use keel --version --verbose")
     if (command := context.invoked_subcommand) is None:
         raise KeelError(f"name a command: {context.command.name} --help lists them")
     if process_count() > 1 and command not in MULTIPROCESS_COMMANDS:
         line = f"{context.command.name} {command}"
         raise KeelError(
-            f"{line} runs in one process: leave torchrun out ({', '.join(MULTIPROCESS_COMMANDS)} run in several)"
+            f"{line} runs in one process: run it without torchrun (several processes: "
+            f"{', '.join(MULTIPROCESS_COMMANDS)})"
         )
 
 

@@ -14,8 +14,8 @@ from keel.cli.app import ANY_OPTION, app, print_json, split
 CHECK_TASK_HELP = """Check a task's problems, answers and rewards before training, and show three examples.
 
 Checks: gold answers earn the full reward; wrong and empty answers earn less; rewards are finite; the same seed gives
-the same problems; no held-out problem is trained on; prompts and answers survive the tokenizer. With a configuration,
-its rewards are checked too. Exit status: 0 all checks pass, 1 a check fails, 2 the checks could not run.
+the same problems; no held-out problem is trained on; the tokenizer reproduces prompts and answers. The rewards of a
+configuration are checked too. Exit status: 0 all checks pass, 1 a check fails, 2 the checks could not run.
 
 Then the rewards are tested with answers that do not solve the problem: empty answers, the format alone, copies of the
 prompt, every answer at once, very long texts, tool calls without an answer. An attack that earns as much as the gold
@@ -61,7 +61,7 @@ def check_task(
     judge = build_judge(config, task) if configured else None
     if judge is not None and judge.remote:
         most = 3 * MAX_REMOTE + MAX_REQUESTS + 2 * EXAMPLES  # gold, wrong and empty; attacks; examples
-        typer.echo(f"keel: note: this sends up to {most} requests to {' and '.join(judge.remote)}", err=True)
+        typer.echo(f"keel: note: the checks send up to {most} requests to {' and '.join(judge.remote)}", err=True)
     tokenizer = load_tokenizer(config.model.name, trust_remote_code=config.model.trust_remote_code)
     renderer = build_renderer(config, tokenizer)
     strict = model is not None or from_file
@@ -99,9 +99,7 @@ def _configuration(name: str, args: list[str]) -> tuple[Any, bool]:
 
     paths, overrides = split(args)
     if paths:
-        raise KeelError(
-            f"keel check-task takes one NAME, and {paths[0]!r} is a second one: write parameters as key=value"
-        )
+        raise KeelError(f"keel check-task takes one NAME, but {paths[0]!r} is another: write parameters as key=value")
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml") or is_run(path):
         config, renamed = read_config(path, overrides)

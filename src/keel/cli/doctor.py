@@ -82,7 +82,7 @@ def doctor(
     ] = None,
 ) -> int:
     if verbose and as_json:
-        raise KeelError("--verbose has no effect with --json, which prints everything: give one of them")
+        raise KeelError("--verbose has no effect with --json, which prints all data: give one of them")
     paths, overrides = split(args or [])
     log = None if trl is not None else _log_at(paths)
     if trl is not None:

@@ -68,7 +68,7 @@ def launch_on_ray(on: str, arguments: list[str], config: Any) -> int:
     from keel.run.cluster.train import train_on_ray
 
     if "WORLD_SIZE" in os.environ:
-        raise KeelError(f"--on {on} under torchrun: leave torchrun out, Ray starts the processes")
+        raise KeelError(f"--on {on} does not work under torchrun: run the command without torchrun")
     exits = train_on_ray(on, drop_flags(arguments, "--nproc", "--on"), config)
     resume = f"keel train --resume {Path(config.run.dir) / config.run.name} --on {on}"
     return _status(exits, len(exits), resume=f"; resume with: {resume}")
@@ -90,7 +90,7 @@ def _check(nproc: int, device: str, devices: int) -> None:
     if nproc < 1:
         raise KeelError(f"--nproc {nproc}: give the number of processes, 1 or more")
     if "WORLD_SIZE" in os.environ:
-        raise KeelError(f"--nproc {nproc} under torchrun: give the number of processes to one of them")
+        raise KeelError(f"--nproc {nproc} does not work under torchrun: leave one of them out")
     if device != "cpu" and 0 < devices < nproc:
         raise KeelError(
             f"--nproc {nproc}: this machine has {devices} CUDA device{'s' * (devices > 1)}, and each process needs "

@@ -99,7 +99,7 @@ def serve(
         }
         for flag, is_set in of_vllm.items():
             if is_set:
-                raise KeelError(f"{flag} is for --engine vllm: leave it out with --engine {engine}")
+                raise KeelError(f"{flag} needs --engine vllm: leave it out with --engine {engine}")
         rollout = RolloutOptions(engine=engine, dtype=dtype, cuda_graphs=cuda_graphs)  # type: ignore[arg-type]
         check_rollout(rollout)
         loaded = resolve_model(model).load()
@@ -115,7 +115,7 @@ def serve(
         )
         return
     if max_batch is not None:
-        raise KeelError("--max-batch is for other engines: vLLM decides by --gpu-memory-utilization")
+        raise KeelError("--max-batch has no effect with --engine vllm: use --gpu-memory-utilization instead")
 
     def ready(url: str) -> None:
         settings = f"rollout.engine=vllm rollout.vllm.mode=server rollout.vllm.url={url}"

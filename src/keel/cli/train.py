@@ -56,7 +56,7 @@ def train(
     args: Annotated[list[str] | None, CONFIG_ARGS] = None,
     print_config: PrintConfig = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Build everything, run one step on one group and exit.")
+        bool, typer.Option("--dry-run", help="Build all parts, run one step on one group and exit.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint; CONFIG may be a run folder.")
@@ -125,7 +125,7 @@ def _check_watch(watch: bool, port: int | None, on: str, *, dry_run: bool) -> No
     if port is not None and not 0 <= port <= 65535:
         raise KeelError(f"--watch-port is {port}: give a port from 0 (a free one) to 65535")
     if watch and dry_run:
-        raise KeelError("--watch reads a run's files, and --dry-run writes none: give one of them")
+        raise KeelError("--watch needs a run's files, and --dry-run writes none: give one of them")
     if watch and on != "local":
         raise KeelError(
             f"--watch does not work with --on {on}: run keel watch RUN on the machine that has the run's folder"

@@ -63,7 +63,7 @@ def _loss(config: Config) -> None:
             "problem: set rollout.num_generations to 2 or more, or loss.baseline=none"
         )
     if group < 2 and scale_rewards(loss) == "group":
-        raise KeelError("loss.scale_rewards=group needs a standard deviation: set rollout.num_generations to 2 or more")
+        raise KeelError("loss.scale_rewards=group needs several completions: set rollout.num_generations to 2 or more")
     if not get_loss(loss.loss_type).has_ratio and config.several_updates:
         raise KeelError(
             f"loss.loss_type={loss.loss_type} has no ratio, so it allows only one update per batch: set "
@@ -98,7 +98,7 @@ def _check_distillation(config: Config) -> None:
     if in_reward is not None and scale_rewards(config.loss) != "none":
         raise KeelError(
             f"{in_reward}.placement=reward with loss.scale_rewards={scale_rewards(config.loss)} divides the KL by the "
-            "rewards' deviation, which loss.policy_weight=0 ignores: set loss.scale_rewards=none or "
+            "standard deviation of rewards, but loss.policy_weight=0 ignores rewards: set loss.scale_rewards=none or "
             f"{in_reward}.placement=loss"
         )
 
@@ -276,9 +276,9 @@ def advice(config: Config) -> list[str]:
         without = "without loss.mismatch" if mismatch.kind == "none" else "in the policy term at the sequence level"
         times = f", and twice that {without}" if mismatch.kind == "none" or mismatch.level == "sequence" else ""
         notes.append(
-            "top_p, top_k or min_p truncate the sampling distribution, so tokens outside of it are never sampled. An "
-            "expectation at a state is biased by at most the removed probability, 1 − rollout/kept_mass/mean, times "
-            f"its largest value{times}. Use top_p=1.0, top_k=0 and min_p=0.0 for training"
+            "top_p, top_k or min_p truncate the sampling distribution: some tokens are never sampled. This biases an "
+            "expectation at a state by at most the removed probability, 1 − rollout/kept_mass/mean, times its largest "
+            f"value{times}. Use top_p=1.0, top_k=0 and min_p=0.0 for training"
         )
     if config.model.dropout or (config.model.lora is not None and config.model.lora.dropout > 0):
         notes.append("dropout is on: policy and reference differ from the first step, so the KL does not start at 0")

@@ -333,7 +333,7 @@ def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[st
     """
     if len(paths) > 1 + resume:
         extra = paths[1 + resume]
-        raise KeelError(f"give one configuration, and {extra!r} is a second one: write options as name=value")
+        raise KeelError(f"{extra!r} is a second configuration: give one, and write options as name=value")
     if not paths:
         return "own_data" if any(map(_names_data, overrides)) else "default", []
     run = Path(paths[-1]).expanduser()
@@ -343,5 +343,5 @@ def choose(paths: Sequence[str], *, resume: bool = False, overrides: Sequence[st
         folder = run.resolve() if run.is_symlink() or run.name in ("", "..") else run
         return paths[0], [f"run.dir={text.dump(str(folder.parent))}", f"run.name={text.dump(folder.name)}"]
     if len(paths) == 2 or run.is_dir():
-        raise KeelError(f"nothing to resume at {run}: it has no config.yaml; give a run folder")
+        raise KeelError(f"nothing to resume at {run}: the folder has no config.yaml; give a run folder")
     return paths[0], []

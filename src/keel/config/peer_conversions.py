@@ -35,13 +35,13 @@ def _is_on(given: Given, coefficient: str) -> bool:
     """Whether a switch of verl's KL term is on. It needs a coefficient, and excludes the other switch and a teacher."""
     if given.get(DISTILS) is True:
         if given.boolean():
-            raise given.refused(f"with {DISTILS} it is a second KL term; set both by hand")
+            raise given.refused(f"{DISTILS} already adds a KL term; set both terms by hand")
         return False
     if given.get(IN_LOSS) is True and given.get(IN_REWARD) is True:
         raise KeelError(f"{IN_LOSS} and {IN_REWARD} are both true: Keel applies the penalty once, set kl.placement")
     on = given.boolean()
     if on and given.first(coefficient, *BETA) is None:
-        raise KeelError(f"{given.name} is true without {coefficient}: give it or kl.beta (verl's default is 0.001)")
+        raise KeelError(f"{given.name} is true, so set {coefficient} or kl.beta (verl's default is 0.001)")
     return on
 
 
@@ -49,9 +49,11 @@ def beta(given: Given) -> Options:
     """The coefficient. With TRL's teacher it is the weight that selects the divergence, and the coefficient is 1."""
     if given.settings.keys().isdisjoint(("lmbda", "teacher_model_name_or_path", "teacher_model")):
         return given.to(given.value)
-    weight = number(given.name, given.value, "with a teacher it is between 0 and 1")
+    weight = number(given.name, given.value, "with a teacher, give a number from 0 to 1")
     if not 0 <= weight <= 1:
-        raise KeelError(f"beta is {weight:g}: with a teacher it selects the divergence, from 0 to 1")
+        raise KeelError(
+            f"beta is {weight:g}: with a teacher, beta selects the divergence, so give a number from 0 to 1"
+        )
     exact = {0.0: "exact_reverse", 1.0: "exact"}.get(weight)
     estimator = {"kl.estimator": exact} if exact else {"kl.estimator": "jsd", "kl.jsd_weight": weight}
     return {**given.to(1.0), **estimator}
@@ -113,7 +115,8 @@ def target_kl(given: Given) -> Options:
     name = given.first("kl.controller.name", default="fixed")
     if name in ("warmup", "linear", "cosine"):
         raise KeelError(
-            f"target_kl has no effect with kl.controller.name={name}, whose β depends on the step: use step"
+            f"target_kl has no effect with kl.controller.name={name}, whose β depends only on the step: set "
+            "kl.controller.name=step"
         )
     return {**({"kl.controller.name": "step"} if name == "fixed" else {}), **given.to(given.value)}
 
@@ -129,16 +132,15 @@ def reference_every(given: Given) -> Options:
     if given.get("reference.kind") in ("ema", "snapshot"):
         return given.to(given.value)
     raise KeelError(
-        f"{given.name}={text.dump(given.value)} needs a reference that follows the policy: give "
-        "reference.kind=snapshot (a copy) or ema (an average) too"
+        f"{given.name}={text.dump(given.value)} needs a reference that is updated: set "
+        "reference.kind=snapshot (a copy) or ema (a moving average) too"
     )
 
 
 def horizon(given: Given) -> Options:
     """The horizon of the adaptive controller."""
     if given.get("kl_target") is None and given.get("kl.controller.name") != "ziegler":
-        fix = "belongs to the adaptive controller: set kl.controller.name=ziegler too"
-        raise KeelError(f"the horizon {given.value} {fix}")
+        raise KeelError(f"{given.name}={given.value} needs the adaptive controller: set kl.controller.name=ziegler too")
     return given.to(given.value)
 
 
@@ -155,8 +157,7 @@ def mismatch_floor(given: Given) -> Options:
     """A lower limit, which only masked weights have."""
     if str(given.get("vllm_importance_sampling_mode")).endswith("_truncate"):
         raise given.refused(
-            "truncated weights have only an upper limit, loss.mismatch.cap; masked ones have both, "
-            "loss.mismatch.kind=icepop"
+            "truncation has only an upper limit, loss.mismatch.cap; for both limits use loss.mismatch.kind=icepop"
         )
     return given.to(given.value)
 
@@ -206,7 +207,7 @@ def per_device(given: Given) -> Options:
     prompts, remainder = divmod(completions * steps, group)
     if remainder:
         raise KeelError(
-            f"{given.name}={given.value} × {steps} accumulated is {completions * steps} completions, which is not a "
+            f"{given.name}={given.value} × {steps} accumulation steps are {completions * steps} completions, not a "
             f"multiple of num_generations={group}: set rollout.prompts_per_step"
         )
     return given.to(prompts)
@@ -236,11 +237,11 @@ def rollout_batch(given: Given) -> Options:
         return given.to(given.value)
     batch, group = whole(given.name, given.value), group_size(given.settings)
     groups, remainder = divmod(batch, group)
-    of_groups = f"in groups of {group} are rollout.prompts_per_step={groups}"
+    of_groups = f"for {batch} completions set rollout.prompts_per_step={groups}"
     raise KeelError(
-        f"rollout_batch_size={batch} counts prompts in OpenRLHF and completions elsewhere: {batch} prompts are "
-        f"rollout.prompts_per_step={batch}, {batch} completions "
-        + (f"are not a multiple of rollout.num_generations={group}" if remainder else of_groups)
+        f"rollout_batch_size={batch} counts prompts in OpenRLHF and completions in other trainers: for {batch} prompts "
+        f"set rollout.prompts_per_step={batch}; "
+        + (f"{batch} completions are not a multiple of rollout.num_generations={group}" if remainder else of_groups)
     )
 
 
@@ -248,8 +249,8 @@ def train_batch(given: Given) -> Options:
     """OpenRLHF counts the completions of an update, verl the prompts of a step."""
     if "rollout_batch_size" not in given.settings or not given.is_openrlhf:
         raise KeelError(
-            f"train_batch_size={given.value} counts prompts of a step in verl and completions of an update elsewhere: "
-            "set rollout.prompts_per_step for the first, optim.minibatches (updates per step) for the second"
+            f"train_batch_size={given.value} is the prompts per step in verl and the completions per update in other "
+            "trainers: set rollout.prompts_per_step, or optim.minibatches (updates per step)"
         )
     prompts = whole("rollout_batch_size", given.get("rollout_batch_size"))
     completions = prompts * group_size(given.settings, default=1)
@@ -266,8 +267,8 @@ def batch_epochs(given: Given) -> Options:
     if given.is_openrlhf:
         return given.to(given.value)
     raise KeelError(
-        f"max_epochs={given.value} counts passes over a batch of rollouts in OpenRLHF, over the data elsewhere: set "
-        f"loss.num_iterations={given.value} for the first, run.max_steps (steps) for the second"
+        f"max_epochs={given.value} counts passes over a batch of rollouts in OpenRLHF and passes over the data in "
+        f"other trainers: set loss.num_iterations={given.value}, or the number of steps with run.max_steps"
     )
 
 
@@ -278,14 +279,14 @@ def _batches(given: Given, name: str, value: Any) -> int:
         total = given.first("max_steps", "run.max_steps")
         if total is None or number("max_steps", total, "give a whole number") < 1:
             raise KeelError(
-                f"{name}={value:g} is a share of the steps, but max_steps is not given: give run.max_steps, or set the "
-                "steps by hand"
+                f"{name}={value:g} is a fraction of the steps, but max_steps is not given: set run.max_steps, or give "
+                "a number of steps"
             )
         steps = math.ceil(steps * total)
         if given.get("max_steps") is None:  # the total is already in batches
             return int(steps)
     if steps != int(steps):
-        raise KeelError(f"{name} is {value}: give a whole number of steps, or a share below 1")
+        raise KeelError(f"{name} is {value}: give a whole number of steps, or a fraction below 1")
     batch, accumulated = slices(given)
     return math.ceil(int(steps) / (given.count("num_iterations", 1) * (batch // accumulated)))
 
@@ -338,13 +339,13 @@ def epochs(given: Given) -> Options:
 def verl_warmup(given: Given) -> Options:
     """A share of the steps. verl reads it if lr_warmup_steps is negative or not given."""
     steps = given.get(A + "optim.lr_warmup_steps")
-    ratio = number(given.name, given.value, "give a share of the steps")
+    ratio = number(given.name, given.value, "give a fraction of the steps")
     if ratio == 0 or (isinstance(steps, int) and steps >= 0):
         return {}
     total = given.first("trainer.total_training_steps", "run.max_steps", "max_steps")
     if total is None:
         raise KeelError(
-            f"{given.name}={given.value} is a share of the steps, but trainer.total_training_steps is not given: set "
-            "optim.warmup_steps by hand"
+            f"{given.name}={given.value} is a fraction of the steps, but trainer.total_training_steps is not given: "
+            "set optim.warmup_steps by hand"
         )
     return given.to(int(ratio * total))

@@ -248,7 +248,7 @@ def offload(given: Given) -> Options:
 def resume(given: Given) -> Options:
     """Resume the run of the same name."""
     if isinstance(given.value, str):
-        raise KeelError(f"{given.name}={given.value} names a folder: a run is resumed by keel train --resume RUN")
+        raise KeelError(f"{given.name}={given.value} names a folder: to resume a run, use keel train --resume RUN")
     return choice(given)
 
 
@@ -291,8 +291,8 @@ def custom_reward(given: Given) -> Options:
         return {}
     module = str(path).rpartition("/")[2].removesuffix(".py")
     raise KeelError(
-        f"verl calls {name}(data_source, solution_str, ground_truth, extra_info), Keel reward(problem, text): wrap it "
-        f"and name it by hand, rewards: [{{name: {module}:reward}}]"
+        f"verl calls {name}(data_source, solution_str, ground_truth, extra_info), and Keel calls reward(problem, "
+        f"text): wrap your function and set rewards: [{{name: {module}:reward}}] by hand"
     )
 
 

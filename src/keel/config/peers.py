@@ -270,6 +270,6 @@ def _sentence(name: str, value: Any, options: Options, alias: Alias, settings: S
     if options:
         return f"{name} became " + " ".join(f"{key}={text.dump(item)}" for key, item in options.items())
     if not alias.target:
-        return f"{name}={text.dump(value)} changes nothing: {alias.note}"
+        return f"{name}={text.dump(value)} has no effect: {alias.note}"
     default = alias.unneeded or "it is the default, or other settings disable it"
-    return f"{name}={text.dump(value)} ({alias.target}) changes nothing: {alias.unread(value, settings) or default}"
+    return f"{name}={text.dump(value)} ({alias.target}) has no effect: {alias.unread(value, settings) or default}"

@@ -117,8 +117,8 @@ def _check_same(what: str, digest: str, world: World) -> None:
     for rank, other in enumerate(digests):
         if other != digests[0]:
             raise KeelError(
-                f"rank {rank} of {world.size} loaded other {what} than rank 0: use the same files on all ranks, and a "
-                "fixed seed in your own loader"
+                f"rank {rank} of {world.size} loaded different {what} than rank 0: use the same files on all ranks, "
+                "and a fixed seed in your own loader"
             )
 
 
@@ -207,7 +207,7 @@ def _build_run(
     packing = [] if loaded.packing_note is None else [loaded.packing_note]
     notes = (*packing, *task.notes, *dropped, *_turn_notes(config, task), *_adapter_notes(config, run))
     if differs and config.loss.mismatch.kind == "none":
-        notes += (f"loss.mismatch.kind=none: {differs}, and the loss does not correct for it; truncate would",)
+        notes += (f"{differs}, and loss.mismatch.kind=none does not correct for it: set it to truncate",)
     if loaded.device.type == "cuda":
         notes += device_notes(run, sampler)
     return Built(run, collector, notes)
@@ -217,17 +217,18 @@ def device_notes(run: TrainingRun, sampler: RolloutOptions) -> tuple[str, ...]:
     """Notes on a GPU run: dtypes, fallbacks, smaller passes, cuDNN's attention."""
     weights = run.policy.dtype
     dtype = DTYPES.get(sampler.dtype, weights)
-    copied = f"rollout.dtype: completions are sampled by a copy of the weights in {_name(dtype)}, the policy's are"
+    copied = f"rollout.dtype: the sampler has a copy of the weights in {_name(dtype)}; the policy's weights are"
     fallbacks = () if run.scorer is not None else fallback_notes(run.policy.model, run.amp_dtype)
     fits, configured = run.microbatch_tokens, run.optim.microbatch_tokens
-    short = f"optim.microbatch_tokens is {configured}, but {fits} are used: larger passes do not fit into free memory"
+    short = f"optim.microbatch_tokens is {configured}, but passes have at most {fits}: larger ones do not fit in memory"
     cudnn_on = torch.backends.cuda.cudnn_sdp_enabled()
+    cudnn_off = "cuDNN's attention is disabled in this process, because it compiles a plan for every new length"
     return (
         *(() if dtype == weights else (f"{copied} {_name(weights)}",)),
         *run.engine.notes,
         *fallbacks,
         *(() if fits == configured else (short,)),
-        *(() if cudnn_on else ("cuDNN's attention is off in this process: it compiles a plan for every new length",)),
+        *(() if cudnn_on else (cudnn_off,)),
     )
 
 
@@ -253,7 +254,10 @@ def _turn_notes(config: Config, task: Task) -> list[str]:
     """A note if a multi-turn task is limited to one turn."""
     if not task.multi_turn or config.rollout.max_turns > 1:
         return []
-    return [f"task {task.name!r} has several turns, but rollout.max_turns is 1: tool calls get no answer"]
+    return [
+        f"task {task.name!r} has several turns, but rollout.max_turns is 1: no tool call is answered; set "
+        "rollout.max_turns above 1"
+    ]
 
 
 def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
@@ -261,8 +265,8 @@ def _adapter_notes(config: Config, run: TrainingRun) -> list[str]:
     if config.reference.kind != "adapter_off" or run.reference is None or adapter_is_zero(run.policy.model):
         return []
     return [
-        "reference.kind=adapter_off: the adapter is not zero (continued or warm-started), so the reference is a copy "
-        "of that adapter, as with auto and frozen, and not the base model"
+        "reference.kind=adapter_off: the adapter is not zero, because it is continued or warm-started. The reference "
+        "is therefore a copy of this adapter, as with auto and frozen, not the base model"
     ]
 
 

@@ -49,10 +49,10 @@ def resolve_model(source: str, overrides: Sequence[str] = (), checkpoint: str | 
     base, at, which = source.rpartition("@")
     if at and is_run(Path(base).expanduser()):
         if checkpoint is not None:
-            raise KeelError(f"{source} names a checkpoint and so does --checkpoint {checkpoint}: give one of them")
+            raise KeelError(f"both {source} and --checkpoint {checkpoint} name a checkpoint: give one of them")
         source, checkpoint = base, which
     elif at and (which in NAMED_CHECKPOINTS or which.isdigit()) and not Path(source).expanduser().exists():
-        raise KeelError(f"no run at {base!r}: {source} needs the folder of a run, one with a config.yaml")
+        raise KeelError(f"no run at {base!r}: {source} needs the folder of a run, which has a config.yaml")
     path = Path(source).expanduser()
     if is_run(path):
         return _of_run(path, overrides, checkpoint)
@@ -116,8 +116,8 @@ def _undamaged(checkpoint: Path, run: Path, saved: Collection[int]) -> Path:
     if wrong:
         others = ", ".join(str(step) for step in saved if step != step_of(checkpoint)) or "none"
         raise KeelError(
-            f"the checkpoint {checkpoint} is damaged: {wrong[0]}; put the file back, or name another step with "
-            f"{run}@STEP (there are: {others})"
+            f"the checkpoint {checkpoint} is damaged: {wrong[0]}; restore the file, or name another step with "
+            f"{run}@STEP (other steps: {others})"
         )
     return checkpoint
 
@@ -149,14 +149,14 @@ def _of_run(run: Path, overrides: Sequence[str], which: str | None) -> ModelRef:
     supervised = any(not (path / TRAINER).exists() for path in saved_steps(run))  # keel sft has no warm start
     if as_run.warmstart is None or supervised:
         if which == "warmstart":
-            raise KeelError(f"{run} had no warm start: {run}@start is its initial model")
+            raise KeelError(f"{run} has no warm start: use {run}@start for its initial model")
         return ModelRef(name, config)
     folder = warmstart_folder(run, as_run)
     complete = [path for path in folder.parent.glob("*") if is_complete(path)]
     if not is_complete(folder) and len(complete) == 1:  # options added since the run change the digest
         folder = complete[0]
     if not is_complete(folder):
-        raise KeelError(f"the warm start of {run} is missing ({folder}): name another baseline")
+        raise KeelError(f"the warm start of {run} is missing ({folder}): name another checkpoint")
     return ModelRef(name, config, folder)
 
 

@@ -72,7 +72,7 @@ def without_long_prompts(
             f"data.truncation=drop needs a task that reads data, which {task.name!r} is not: use left or error"
         )
     remaining, dropped = filtered or (task, 0)
-    note = f"{dropped} problems left out: their prompts are longer than data.max_prompt_length={limit}"
+    note = f"{dropped} problems are left out, because their prompts exceed data.max_prompt_length={limit}"
     return remaining, [note] if dropped else []
 
 
@@ -155,7 +155,8 @@ def reference_of(config: Config, loaded: LoadedModel) -> Any:
     for option, term in kl_terms(config.kl).items():
         if term.estimator.startswith("topk") and term.topk >= rows:
             raise KeelError(
-                f"{option}.topk is {term.topk} and the model has {rows} tokens: set it below that, or use exact"
+                f"{option}.topk is {term.topk}, but the vocabulary has {rows} tokens: set it below {rows}, or use "
+                f"{option}.estimator=exact"
             )
     return build_reference(config.reference.kind, loaded, **config.reference.params) if needed else None
 

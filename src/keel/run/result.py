@@ -42,11 +42,9 @@ def result_line(result: RunOutcome) -> str:
     summary = result.summary
     if summary.get("dry_run"):
         metrics = summary["metrics"]
-        return f"dry run: built, and one step on one group in {metrics['time/total_s']:.2f} s; nothing was written"
+        return f"dry run: one step on one group took {metrics['time/total_s']:.2f} s; nothing was written"
     if result.stopped is not None:
-        return (
-            f"stopped by a guard: {result.stopped}; the model is that of step {result.steps}; report: {result.report}"
-        )
+        return f"stopped by a guard: {result.stopped}; the model is from step {result.steps}; report: {result.report}"
     if result.exit_status:
         return f"stopped after step {result.steps}; resume with: {resume_command(result.directory)}"
     parts = [f"{summary['task']}, {result.steps} steps in {summary['wall_s']:.0f} s"]
@@ -68,8 +66,8 @@ def next_steps(result: RunOutcome) -> list[str]:
     keel, run = program(), result.directory
     commands = {
         f"{keel} show {run}": "completions, token by token",
-        f"{keel} doctor {run}": "what is wrong with it, worst first",
-        f"{keel} train {run} run.name=tighter kl.beta=0.1": "the same with an option changed",
+        f"{keel} doctor {run}": "findings of the run, worst first",
+        f"{keel} train {run} run.name=tighter kl.beta=0.1": "the same run with one option changed",
     }
     width = max(map(len, commands))
     return [

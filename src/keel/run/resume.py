@@ -117,9 +117,9 @@ def keep_schedule(folder: Path, config: Config) -> tuple[Config, int | None, lis
     extended = load_config(config, [f"optim.decay_steps={before}"])
     floor = config.optim.learning_rate * config.optim.final_ratio
     message = (
-        f"run.max_steps is {config.run.max_steps}, and the {config.optim.schedule} decay of the learning rate still "
-        f"ends at step {before}, as at the start of the run: the rate is {floor:g} from there; set "
-        f"optim.decay_steps={config.run.max_steps} to let the decay end with the run"
+        f"run.max_steps is {config.run.max_steps} now, but the {config.optim.schedule} decay of the learning rate "
+        f"still ends at step {before}. From that step on the learning rate is {floor:g}. To end the decay with the "
+        f"run, set optim.decay_steps={config.run.max_steps}"
     )
     return extended, before, [ResumeEvent("schedule", message)]
 
@@ -154,7 +154,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     except (yaml.YAMLError, UnicodeDecodeError):
         settings = None
     if not isinstance(settings, dict):
-        raise KeelError(f"{path} is damaged: it holds no configuration; restore the one that the run was started with")
+        raise KeelError(f"{path} is damaged: it holds no configuration; restore the configuration of the run")
     return settings
 
 
@@ -199,8 +199,8 @@ def choose_checkpoint(
         if damaged:
             path, wrong = damaged[0]
             raise KeelError(
-                f"none of the checkpoints in {directory.checkpoints} is intact: {path.name}/{wrong}; restore a good "
-                "one, or start again with run.if_exists=replace"
+                f"none of the checkpoints in {directory.checkpoints} is intact: {path.name}/{wrong}; restore a "
+                "checkpoint, or start again with run.if_exists=replace"
             )
         _check_checkpoints_present(directory)
         return None, events

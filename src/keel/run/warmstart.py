@@ -309,7 +309,7 @@ def build_start(
     loaded, began = build_policy(config), time.monotonic()
     steps = config.warmstart.steps
     every = max(1, steps // 5)
-    role = "start" if config.reference.params.get("model") else "start and the reference"
+    role = "initial policy" if config.reference.params.get("model") else "initial policy and the reference"
     begin = f"{steps} SFT steps of {config.warmstart.batch_size} examples; the result is the {role}"
     loggers.event("warmstart", step=0, message=begin)
 
@@ -329,7 +329,7 @@ def build_start(
         loggers.event("note", step=0, message=note)
     spent = time.monotonic() - began
     done = "done" if started.cache_file is None else f"taken from the cache {started.cache_file}"
-    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}: this is the {role}"
+    message = f"{done} in {spent:.1f} s, loss {started.loss:.3f}; the result is the {role}"
     loggers.event("warmstart", step=0, message=message)
     # Engine and reference are built from unsharded weights.
     return build_policy(config, start) if layout.sharded else loaded

@@ -257,16 +257,17 @@ def load_checkpoint(folder: Path, run: TrainingRun) -> State:
     references = _references(run)
     for name in ("reference", "teacher"):
         if (name in references) != (record.get(name) is not None):
-            saved = f"has a {name}" if record.get(name) else f"has no {name}"
+            saved, now = ("has a", "has none") if record.get(name) else ("has no", "has one")
             raise KeelError(
-                f"the checkpoint {folder} {saved}, unlike this configuration: use the kl options of the saved run"
+                f"the checkpoint {folder} {saved} {name} and this configuration {now}: use the kl options of the saved "
+                "run"
             )
     for name, reference in references.items():
         reference_state, expected = _load(trainer / f"{name}.pt"), record[name]["fingerprint"]
         if reference_state["fingerprint"] != expected:
             raise KeelError(
                 f"the {name} in {folder} has fingerprint {reference_state['fingerprint'][:12]} but the checkpoint "
-                f"says {expected[:12]}: the file was replaced; put the saved one back"
+                f"says {expected[:12]}: the file was replaced; restore the saved file"
             )
         reference.load_state_dict(reference_state.get("own", reference_state))
     set_rng_state(_load(trainer / RNG))
@@ -303,8 +304,8 @@ def restore_weights(folder: Path, model: Any) -> None:
             inner.load_state_dict(fresh.state_dict())
     except (RuntimeError, KeyError) as error:
         raise KeelError(
-            f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the loader has to "
-            "return a model that save_pretrained saves whole"
+            f"the checkpoint {folder} does not fit the model that wrote it ({_reason(error)}): the model's "
+            "loader must return a model that save_pretrained saves completely"
         ) from error
 
 
@@ -332,7 +333,7 @@ def _record_of(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     if record is None:
         wrong = next(iter(find_damage(folder, record=RECORD)), "it cannot be read")
-        raise KeelError(f"the checkpoint {folder} is damaged: {wrong}; put the file back, or move the checkpoint away")
+        raise KeelError(f"the checkpoint {folder} is damaged: {wrong}; restore the file, or move the checkpoint away")
     return record
 
 
@@ -341,7 +342,7 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's errors have no common base class
         raise KeelError(
-            f"{path} cannot be read ({type(error).__name__}): put the file back, or move its checkpoint away"
+            f"{path} cannot be read ({type(error).__name__}): restore the file, or move its checkpoint away"
         ) from error
 
 

@@ -77,8 +77,10 @@ def find_violation(
     violations = []
     if state.consecutive_skips >= options.max_consecutive_nans:
         spikes = state.spike_skips == state.consecutive_skips
-        code, why = ("optim/spike", ", as gradient spikes") if spikes else ("optim/non-finite", "")
-        message = f"{state.consecutive_skips} updates in a row were skipped{why} up to step {state.step}"
+        code = "optim/spike" if spikes else "optim/non-finite"
+        causes = ["a non-finite loss or gradient"] * (not spikes) + ["a gradient spike"] * (state.spike_skips > 0)
+        skips = f"{state.consecutive_skips} steps in a row, up to step {state.step}, skipped an update"
+        message = f"{skips} because of {' or '.join(causes)}"
         violations.append(GuardViolation(code, message, options.on_nans))
     broken = over_budget(metrics, budget)
     if budget is not None and broken is not None:
@@ -91,12 +93,12 @@ def final_violation(
 ) -> GuardViolation | None:
     """The violation of the final policy, from the metrics of `measure_final`, or None."""
     if not math.isfinite(metrics.get("logp/policy_mean", 0.0)):
-        message = f"the policy is not finite after the last update, that of step {step}"
+        message = f"the policy is not finite after the last update, in step {step}"
         return GuardViolation("optim/non-finite", message, options.on_nans)
     broken = over_budget(metrics, budget)
     if budget is None or broken is None:
         return None
-    return GuardViolation("kl/over-budget", f"{broken} after the last update, that of step {step}", budget.action)
+    return GuardViolation("kl/over-budget", f"{broken} after the last update, in step {step}", budget.action)
 
 
 def spike_limit(norms: Sequence[float], limits: GuardLimits) -> float | None:
@@ -157,9 +159,14 @@ def no_signal_events(state: State, options: GuardOptions) -> list[tuple[str, str
     if not limit:
         return []
     if state.constant_rewards == limit:
-        return [("reward/constant", f"every completion of the last {limit} steps earned the same reward")]
+        return [("reward/constant", f"all completions of the last {limit} steps have the same reward")]
     if state.zero_advantages == limit:
-        return [("advantage/zero", f"every advantage of the last {limit} steps was 0: no group's rewards differed")]
+        return [
+            (
+                "advantage/zero",
+                f"all advantages of the last {limit} steps are 0: within each group the rewards are equal",
+            )
+        ]
     return []
 
 
@@ -177,16 +184,18 @@ def sampler_events(
         )
     if gap > limits.sampler_kl_warning and mismatch.kind == "none":
         events["sampler/uncorrected"] = (
-            f"KL(sampler‖policy) is {gap:.3g} nats per token and loss.mismatch.kind is none: nothing corrects it"
+            f"KL(sampler‖policy) is {gap:.3g} nats per token, and loss.mismatch.kind=none does not correct it: set it "
+            "to truncate"
         )
     if ess < limits.mismatch_ess:
         events["sampler/ess"] = (
-            f"the effective sample size is {100 * ess:.3g} % (mismatch/ess): the sampler is too far from the policy"
+            f"the effective sample size is {100 * ess:.3g} % (mismatch/ess): the sampler differs too much from the "
+            "policy"
         )
     if cut > limits.filtered_mass:
         events["sampler/filter"] = (
-            f"filters remove {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean): means are biased by up "
-            "to that share of their largest value"
+            f"top_p, top_k or min_p remove {100 * cut:.3g} % of the probability (1 − rollout/kept_mass/mean). A mean "
+            "is biased by up to this share of its largest value"
         )
     return {kind: {"message": message} for kind, message in events.items()}
 
@@ -201,8 +210,8 @@ def tool_error_event(
     failed = [completion for completion in completions if completion.counts.get("tool/errors")]
     lines = (line.strip() for completion in failed for line in completion.text.splitlines())
     error = next((line for line in lines if line.startswith("error: ")), "")
-    message = f"{100 * share:.0f} % of this step's tool calls were answered with an error"
-    return {"message": f"{message}; the first: {error}" if error else message, "error": error}
+    message = f"{100 * share:.0f} % of this step's tool calls returned an error"
+    return {"message": f"{message}; the first is: {error}" if error else message, "error": error}
 
 
 def first_nonfinite(rows: Batch, metrics: Mapping[str, float], gradient: str | None) -> str | None:
@@ -264,15 +273,15 @@ _CHECKS = (
     (
         "kl/at-start",
         ("kl/policy_ref/k3/mean", "kl/policy_ref/exact/mean"),
-        "policy and reference have equal weights but different log-probabilities: a kernel that is wrong at this "
-        "shape, a different mask or different positions in one pass, dropout, or a reference that is not the initial "
-        "policy",
+        "policy and reference have equal weights but different log-probabilities. Possible causes: a kernel that is "
+        "wrong at this shape, another mask or other positions in one pass, dropout, or a reference that is not the "
+        "initial policy",
     ),
     (
         "sampler/mismatch",
         ("kl/sampler_policy/k3/mean",),
-        "the sampler's log-probabilities differ from the policy's: a wrong kernel, mask or position in the training "
-        "pass or in the engine, another temperature, weights that were not synced, or too low a precision",
+        "the sampler's log-probabilities differ from the policy's. Possible causes: a wrong kernel, mask or position "
+        "in the training pass or in the engine, another temperature, weights that were not synced, or low precision",
     ),
 )
 
@@ -313,7 +322,7 @@ def step0_differences(metrics: Mapping[str, float], run: TrainingRun) -> list[Gu
         same_modules=engine.shares_weights,
         weighed=not native and run.loss.mismatch.kind != "none",
     )
-    advice = "next: keel doctor on the run's config.yaml, or guards.on_step0_kl=warn to continue training"
+    advice = "run keel doctor on the run's config.yaml, or set guards.on_step0_kl=warn to continue training"
     return step0_violations(metrics, limits, run.guards.on_step0_kl, advice)
 
 

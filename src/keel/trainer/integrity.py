@@ -101,7 +101,7 @@ def check_model(folder: Path) -> None:
     if not folder.is_dir() or (_record_name(folder) is None and not any((folder / TRAINER).glob("*.pt"))):
         return
     if wrong := find_damage(folder, model_only=True):
-        raise KeelError(f"{folder} is damaged: {wrong[0]}; put the file back, or name another checkpoint or model")
+        raise KeelError(f"{folder} is damaged: {wrong[0]}; restore the file, or name another checkpoint or model")
 
 
 def _record_name(folder: Path) -> str | None:
@@ -120,8 +120,8 @@ def _read_json(path: Path) -> Any:
 
 def _cannot_read(path: Path, error: OSError) -> KeelError:
     return KeelError(
-        f"{path} cannot be read now ({error.strerror or error}); it may be intact: try again, or move its folder away "
-        "to continue without it"
+        f"{path} cannot be read now ({error.strerror or error}), but it may be intact: try again, or move its folder "
+        "away to continue without it"
     )
 
 

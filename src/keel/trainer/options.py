@@ -28,18 +28,18 @@ class OptimOptions(Options):
 
     optimizer: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
-        description="AdamW, fused where the device allows it, or with 8-bit moments (needs bitsandbytes).",
+        description="adamw (fused if the device supports it), or adamw8bit with 8-bit moments (needs bitsandbytes).",
     )
-    learning_rate: PositiveFloat = Field(default=1.0e-6, description="Peak step size.")
+    learning_rate: PositiveFloat = Field(default=1.0e-6, description="Peak learning rate.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Schedule of the learning rate after its warm-up."
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises from 0.")
     decay_steps: Annotated[PositiveInt | None, RequiresOption("schedule", ("linear", "cosine"))] = Field(
         default=None,
-        description="Step at which the decay ends; null is the run.max_steps that the run started with.",
+        description="Step at which the decay ends; null: the value of run.max_steps at the start of the run.",
     )
-    final_ratio: Fraction = Field(default=0.0, description="Learning rate at the decay's end, as a share of its peak.")
+    final_ratio: Fraction = Field(default=0.0, description="Learning rate after the decay, as a fraction of its peak.")
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.999), description="Decay rates of AdamW's two moments, per update."
     )
@@ -81,12 +81,12 @@ class ParallelOptions(Options):
 
     sharding: Literal["auto", "none", "full", "hybrid"] = Field(
         default="auto",
-        description="Weights replicated on every device (none), sharded over all of them (full), or over shard_size of "
-        "them and replicated (hybrid); auto is none where training fits one device.",
+        description="none: every device has all weights. full: weights are sharded over all devices. hybrid: weights "
+        "are sharded within groups of shard_size devices. auto: the first of none, hybrid and full that fits.",
     )
     shard_size: Annotated[PositiveInt | None, RequiresOption("sharding", ("hybrid",))] = Field(
         default=None,
-        description="Devices that hold one copy of the weights under hybrid; null is the devices of a machine.",
+        description="With hybrid: devices that share one copy of the weights; null: the devices of one machine.",
     )
     offload: Annotated[Flag, RequiresOption("sharding", ("auto", "full", "hybrid"))] = Field(
         default=False, description="Keep sharded weights, gradients and moments in CPU memory between passes."
@@ -96,18 +96,19 @@ class ParallelOptions(Options):
 class RayOptions(Options):
     """The parts of a run that `keel train --on ray` places on the cluster."""
 
-    trainers: PositiveInt = Field(default=1, description="Trainer processes, one a GPU where there are any (--nproc).")
+    trainers: PositiveInt = Field(
+        default=1,
+        description="Number of trainer processes, each with its own GPU if there are GPUs; --nproc sets it too.",
+    )
     samplers: NonNegativeInt = Field(
-        default=1, description="vLLM servers that sample for them; 0: rollout.engine samples as it does without Ray."
+        default=1, description="Number of vLLM servers that sample; 0: the trainers sample with rollout.engine."
     )
-    trainer_cpus: PositiveFloat = Field(
-        default=1.0, description="CPUs of a trainer process, which set its number of threads."
-    )
-    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs of a sampler, which set its number of threads.")
-    max_restarts: NonNegativeInt = Field(default=3, description="How often a lost sampler is restarted.")
+    trainer_cpus: PositiveFloat = Field(default=1.0, description="CPUs, and thus threads, of each trainer process.")
+    sampler_cpus: PositiveFloat = Field(default=1.0, description="CPUs, and thus threads, of each sampler.")
+    max_restarts: NonNegativeInt = Field(default=3, description="Maximum number of restarts of each sampler.")
     sampler_python: str | None = Field(
         default=None,
-        description="Interpreter with Keel and vLLM that starts the samplers; null is that of Ray's nodes.",
+        description="Python interpreter of the samplers, with Keel and vLLM; null: the interpreter of Ray's nodes.",
     )
 
 
@@ -119,16 +120,17 @@ class GuardOptions(Options):
     )
     on_nans: Literal["rollback", "stop", "warn"] = Field(
         default="rollback",
-        description="Then: roll back to the last good checkpoint, stop there, or only log an event.",
+        description="After max_consecutive_nans steps: roll back to the last good checkpoint, stop there, or only log.",
     )
     recovery_lr_factor: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="Factor on the learning rate after each rollback; factors multiply."
+        default=0.5, description="Each rollback multiplies the learning rate by this factor."
     )
     max_rollbacks: NonNegativeInt = Field(
-        default=3, description="Rollbacks before the run stops; with 0 on_nans=rollback stops at once."
+        default=3,
+        description="Maximum number of rollbacks before a stop. With 0, on_nans=rollback stops at once.",
     )
     grad_spike: Annotated[Float, Field(gt=1)] = Field(
-        default=10.0, description="A gradient norm above this many running medians is a spike."
+        default=10.0, description="A gradient norm above this multiple of the running median is a spike."
     )
     on_spike: Literal["warn", "skip"] = Field(default="warn", description="Log the spike, or also skip that update.")
     on_step0_kl: Literal["stop", "warn"] = Field(
@@ -136,7 +138,7 @@ class GuardOptions(Options):
         description="Stop or warn if policy, reference and sampler disagree before the first update.",
     )
     constant_steps: NonNegativeInt = Field(
-        default=10, description="Consecutive steps with one constant reward before an event is logged; 0 is never."
+        default=10, description="Consecutive steps with equal rewards or zero advantages that log an event; 0: never."
     )
 
 
@@ -167,7 +169,9 @@ class CheckpointOptions(Options):
     """Checkpoints, from which a run resumes exactly."""
 
     every: PositiveInt = Field(default=50, description="Steps between checkpoints; the last step always has one.")
-    keep: PositiveInt = Field(default=3, description="Checkpoints kept; the last good one is always kept.")
+    keep: PositiveInt = Field(
+        default=3, description="Number of last checkpoints to keep; the last good one is always kept."
+    )
     best: Flag = Field(default=True, description="Also keep the checkpoint with the best evaluation.")
 
 
@@ -176,14 +180,14 @@ class WarmstartOptions(Options):
 
     task: tuple[TaskOptions | str, ...] = Field(
         default=(),
-        description="Tasks whose gold answers are learned, names or {name, …}; empty is the run's own task.",
+        description="Tasks whose gold answers to train on, as names or {name, …}; empty: the run's own task.",
     )
     path: str | None = Field(
-        default=None, description="JSONL file of prompt and completion to learn from, instead of tasks."
+        default=None, description="JSONL file with prompt and completion to train on, instead of tasks."
     )
     steps: PositiveInt = Field(default=200, description="SFT updates.")
     batch_size: PositiveInt = Field(default=64, description="Examples per update.")
-    learning_rate: PositiveFloat = Field(default=1e-3, description="Peak step size of AdamW during the warm start.")
+    learning_rate: PositiveFloat = Field(default=1e-3, description="Peak learning rate of the warm start.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="cosine", description="Schedule of the learning rate over the warm start's steps."
     )
@@ -196,7 +200,7 @@ class WarmstartOptions(Options):
     )
     entropy_coef: NonNegativeFloat = Field(
         default=0.0,
-        description="Weight of an entropy bonus; above 0 the policy keeps more entropy, so that groups differ.",
+        description="Weight of an entropy bonus. Above 0 the policy keeps more entropy, so completions differ more.",
     )
 
     @property

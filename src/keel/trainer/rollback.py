@@ -57,7 +57,7 @@ def roll_back(
     """
     attempt, factor = state.attempt + 1, state.lr_factor * run.guards.recovery_lr_factor
     changes = {"attempt": attempt, "rollbacks": state.rollbacks + 1, "lr_factor": factor}
-    outcome = f"attempt {attempt}, learning rate × {factor:g}"
+    outcome = f"and continues as attempt {attempt} with learning rate × {factor:g}"
     return _go_back(directory, loggers, run, state, violation, "rollback", outcome, **changes)
 
 
@@ -65,12 +65,12 @@ def stop_at_last_good(
     directory: RunDirectory, loggers: MultiLogger, run: TrainingRun, state: State, violation: GuardViolation
 ) -> State | None:
     """Stop at the last good checkpoint. Attempt and learning rate do not change, so the run can resume."""
-    tried = f" after {state.rollbacks} rollbacks" if state.rollbacks else ""
+    tried = f" after {state.rollbacks} rollback{'s' * (state.rollbacks > 1)}" if state.rollbacks else ""
     changes = {"attempt": state.attempt, "rollbacks": state.rollbacks, "lr_factor": state.lr_factor}
-    outcome = f"the run stops{tried}"
+    outcome = f"and stops{tried}"
     back = _go_back(directory, loggers, run, state, violation, "stop", outcome, **changes)
     if back is None:
-        message = f"{violation.message}: {outcome}, there is no good checkpoint to go back to"
+        message = f"{violation.message}: the run stops{tried}, and there is no good checkpoint to return to"
         loggers.event("stop", step=state.step, code=violation.code, message=message)
     return back
 
@@ -113,7 +113,7 @@ def _decide(
         to=step,
         abandoned=directory.unused_attempt(state.attempt),
         code=violation.code,
-        message=f"{violation.message}: back to checkpoint step-{step}, {outcome}",
+        message=f"{violation.message}: the run returns to checkpoint step-{step} {outcome}",
         time=round(time.time(), 3),
         **changes,
     )
@@ -202,8 +202,8 @@ def _last(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
 
 _WHY = {
     "optim/spike": (
-        "Several steps in a row had gradient norms far above the running median and were skipped: the scale of the "
-        "gradient has changed, or a few completions dominate every update.",
+        "Several steps in a row had gradient norms far above the running median, and their updates were skipped: the "
+        "scale of the gradient has changed, or a few completions dominate every update.",
         "Look at skipped/step-N.json; set optim.max_grad_norm near the running median, or raise guards.grad_spike if "
         "the new scale is intended.",
     ),

@@ -44,8 +44,8 @@ def connected(on: str, cores: int) -> Iterator[Any]:
 WAIT_S = 30  # seconds to wait for resources that are in use
 LOOPBACK = "127.0.0.1"
 ADVICE = (
-    "ask for less (ray.trainers, ray.samplers, ray.trainer_cpus, ray.sampler_cpus, model.device=cpu), or name a larger "
-    "cluster by --on ray:ADDRESS"
+    "request fewer resources (ray.trainers, ray.samplers, ray.trainer_cpus, ray.sampler_cpus, model.device=cpu), or "
+    "use a larger cluster with --on ray:ADDRESS"
 )
 
 Bundle = Mapping[str, float]
@@ -86,8 +86,8 @@ class Placement(NamedTuple):
         except OSError as error:  # raised by `start` in the actor
             reason = getattr(error, "cause", error)
             raise KeelError(
-                f"Ray's node cannot start a process: {reason}; every node needs the interpreter and the folder of this "
-                "command under the same path"
+                f"a node of Ray cannot start a process: {reason}; every node needs the Python interpreter and the "
+                "working folder of this command under the same paths"
             ) from None
 
 
@@ -107,7 +107,7 @@ def reserve(ray: Any, bundles: Sequence[Bundle]) -> Placement:
     total = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
     cluster = ray.cluster_resources()
     too_much = (
-        f"Ray cannot place this run: it asks for {_amounts(total, names)}, and the cluster has "
+        f"Ray cannot place this run: it requests {_amounts(total, names)}, and the cluster has "
         f"{_amounts(cluster, names)}"
     )
     if any(cluster.get(name, 0) < count for name, count in total.items()):

@@ -113,7 +113,7 @@ class ClusterSampler:
                 return
             lost = f"sampler {self._number} at {self.url} was lost ({reason})"
             if self._restarts == self._options.max_restarts:
-                _note(f"{lost} and is not restarted: ray.max_restarts is {self._options.max_restarts}")
+                _note(f"{lost} and is not restarted, because ray.max_restarts is {self._options.max_restarts}")
                 return
             self._restarts += 1
             _note(f"{lost}; it is restarted ({self._restarts} of {self._options.max_restarts})")
@@ -175,7 +175,7 @@ def train_on_ray(on: str, arguments: Sequence[str], config: Config) -> dict[int,
         with serving(placement, config, options, secret) as urls:
             overrides = [f"ray.trainers={options.trainers}", f"ray.samplers={options.samplers}"]
             if urls:
-                sys.stderr.write(f"keel: note: placed by Ray, sampling by vLLM at {', '.join(urls)}\n")
+                sys.stderr.write(f"keel: note: Ray has started the run; vLLM samples at {', '.join(urls)}\n")
                 overrides += server_overrides(*urls)
             environment = {SECRET: secret, LAUNCH_FLAGS: f"--on {on}"}
             return run_ranks(placement, options.trainers, [*arguments, *overrides], environment)
