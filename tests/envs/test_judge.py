@@ -205,6 +205,26 @@ def test_a_judge_apart_has_failures_of_its_own_and_a_limit_for_all_of_its_calls(
     assert judge.drain() == []
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_concurrent_rewards_of_a_users_task_have_the_time_limit(apart: bool) -> None:
+    class Slow(TaskWrapper):
+        name, inner, reward_concurrency = "slow", TASK, 2
+
+        def reward(self, problem: Problem, turns: Sequence[str]) -> Reward:
+            if turns[-1] == "8":
+                time.sleep(3)
+            return super().reward(problem, turns)
+
+    judge = Judge.of(Slow(), on_error="zero", timeout_s=0.2)
+    judge = judge.for_thread() if apart else judge
+    start = time.monotonic()
+    rewards = judge.judge(PROBLEM, [["7"], ["8"], ["7"]])
+    assert time.monotonic() - start < 2
+    assert rewards is not None
+    assert [reward.total for reward in rewards] == [1.0, 0.0, 1.0]
+    assert [(failure.sample, failure.kind) for failure in judge.drain()] == [(1, "timeout")]
+
+
 def test_a_late_answer_is_nobody_elses() -> None:
     """The call that timed out returns while the next one runs: each gets its own value."""
 

@@ -107,9 +107,11 @@ class Judge:
         """A copy with its own record of failures, for use in another thread.
 
         There trusted rewards get a time limit too: math-verify's limit uses a signal, which needs the main thread.
+        Those with concurrent calls keep their own limits.
         """
         other = copy(self)
-        other.failures, other.parts = [], tuple(replace(part, trusted=False) for part in self.parts)
+        other.failures = []
+        other.parts = tuple(replace(part, trusted=part.trusted and part.at_once > 1) for part in self.parts)
         return other
 
     def with_task_reward(self, task: Task) -> Judge:
@@ -141,8 +143,9 @@ class Judge:
         if not part.asynchronous and part.at_once == 1:
             return {}
         waiting = [sample for sample in range(len(episodes)) if sample not in failed]
-        # reward.timeout_s limits only coroutine functions here: http, chat_judge and code have their own time limits
-        limit, gate = (self.options.timeout_s, None) if part.asynchronous else (None, asyncio.Semaphore(part.at_once))
+        # trusted parts with concurrent calls (http, chat_judge, code) have their own time limits
+        limit = None if part.trusted and not part.asynchronous else self.options.timeout_s
+        gate = None if part.asynchronous else asyncio.Semaphore(part.at_once)
 
         async def judged(turns: Sequence[str]) -> Any:
             async with gate or nullcontext():

@@ -23,7 +23,7 @@ _MIN_STD = 1e-8  # a smaller standard deviation is rounding error
 class RewardPart:
     """One named reward `function(problem, turns)` with its weight.
 
-    `trusted` functions are Keel's own and run without a worker thread or a time limit. `at_once` is the maximum number
+    `trusted` functions are Keel's own, and `reward.timeout_s` does not apply to them. `at_once` is the maximum number
     of concurrent calls per group; coroutine functions all run concurrently. `remote` functions send requests to a
     server.
     """
