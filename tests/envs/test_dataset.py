@@ -14,6 +14,7 @@ from keel.base.errors import KeelError
 from keel.base.types import Problem
 from keel.config import load_config
 from keel.config.load import choose
+from keel.envs.problems import split_held_out
 from keel.envs.registry import build_task
 from keel.envs.validity import check
 from keel.run.build import build_named_task, build_policy, build_run
@@ -83,6 +84,15 @@ def test_what_is_held_out_depends_on_the_prompt_alone(tmp_path: Path) -> None:
     assert not {p.prompt for p in twice.held} & {p.prompt for p in twice.train}
     assert len(task_of(tmp_path, sums(40), held_out=11).held) == 11
     assert len(task_of(tmp_path, sums(3), held_out=0.0001).held) == 1
+
+
+def test_a_whole_number_is_a_count_also_as_a_float(tmp_path: Path) -> None:
+    counted, written = (task_of(tmp_path, sums(40), held_out=number) for number in (11, 11.0))
+    assert [p.key for p in written.held] == [p.key for p in counted.held]
+    assert len(split_held_out(map(str, range(40)), 11.0)) == 11
+    for wrong in (-1, 2.5, float("inf"), float("nan")):
+        with pytest.raises(KeelError, match="held_out"):
+            split_held_out("abc", wrong)
 
 
 def test_another_file_to_evaluate_on(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from keel.envs.answers import has_math_verify, last_number, last_tag, math_equal
 from keel.envs.base import Task
 from keel.envs.layouts import LoadedProblems, load_problems, source_of
 from keel.envs.options import SourceOptions
-from keel.envs.problems import HELD_OUT_FRACTION, check_split, seeded_rng, split_held_out
+from keel.envs.problems import HELD_OUT_FRACTION, check_held_out, check_split, seeded_rng, split_held_out
 from keel.envs.rows import BrokenRow, handle_broken_rows
 
 
@@ -206,9 +206,7 @@ def split(
 
     `has_eval_path` is whether the task has the option `eval_path`, which the error about an empty split then suggests.
     """
-    is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
-    if not is_number or held_out < 0 or (held_out > 1 and held_out != int(held_out)):
-        raise KeelError(f"task.held_out is {held_out!r}: give a fraction below 1 or an integer")
+    held_out = check_held_out(held_out)
     loaded = read(source)
     if eval_path is not None or eval_split is not None:
         changes = {"path": eval_path or source.path, "split": eval_split or source.split}

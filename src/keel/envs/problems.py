@@ -37,10 +37,19 @@ def held_out_rank(identity: str) -> int:
     return int.from_bytes(hashlib.blake2b(b"held-out\x1f" + identity.encode(), digest_size=8).digest(), "little")
 
 
+def check_held_out(held_out: int | float) -> int | float:
+    """Return `held_out` as a fraction up to 1.0 or as an integer (100.0 is the number 100), or raise a KeelError."""
+    is_number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
+    if not is_number or not 0 <= held_out < math.inf or (held_out > 1 and held_out != int(held_out)):
+        raise KeelError(f"task.held_out is {held_out!r}: give a fraction below 1 or a number of problems")
+    return int(held_out) if held_out > 1 else held_out
+
+
 def split_held_out(identities: Iterable[str], held_out: int | float) -> set[str]:
     """The held-out identities: `held_out` of them, or a fraction (at least one, and below 1.0 not all)."""
+    held_out = check_held_out(held_out)
     by_hash = sorted(set(identities), key=held_out_rank)
-    if held_out == 0 or (held_out >= 1 and isinstance(held_out, int)):
+    if held_out == 0 or isinstance(held_out, int):
         return set(by_hash[: int(held_out)])
     chosen = [identity for identity in by_hash if is_held_out(identity, float(held_out))] or by_hash[:1]
     leaves_none = len(chosen) == len(by_hash) > 1 and held_out < 1

@@ -79,6 +79,8 @@ def multihop(
     if source.path is None:
         if noise_rate != 1.0 and documents is not None:
             raise KeelError("multihop takes documents or noise_rate for its built-in worlds, not both")
+        if held_out != HELD_OUT_FRACTION:
+            raise KeelError("multihop generates its worlds and holds out a tenth: held_out needs data.path")
         size = 8 if documents is None else documents
         lengths = lengths or (2, 3, 4)
         check_size(lengths, size)
