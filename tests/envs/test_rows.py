@@ -142,6 +142,37 @@ def test_several_files_keep_their_keys_apart(tmp_path: Path) -> None:
     assert len({p.key for p in problems}) == 5
 
 
+def test_files_of_equal_name_are_located_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("x", "y"):
+        Path(folder).mkdir()
+        for name in ("a.jsonl", "b.jsonl"):
+            write_jsonl(Path(folder, name), ROWS[:2])
+    with Path("y/b.jsonl").open("a") as file:
+        file.write("cut\n")
+    keys = [p.key for p in load(["x/a.jsonl", "y/a.jsonl"]).problems]
+    assert keys == ["x/a.jsonl:1", "x/a.jsonl:2", "y/a.jsonl:1", "y/a.jsonl:2"]
+    keys = [p.key for p in load(["x", "y"], on_broken="skip").problems]
+    assert keys == [f"{folder}/{name}.jsonl:{line}" for folder in "xy" for name in "ab" for line in (1, 2)]
+    assert refused(["x/b.jsonl", "y/b.jsonl"]).startswith("y/b.jsonl:3: ")
+    for twice in (["x/a.jsonl", "x/a.jsonl"], ["x", "./x/a.jsonl"], ["x", str(tmp_path / "x")]):
+        assert "twice" in refused(twice)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b'question,answer\na,1\n"b"x,2\n', 3),
+        (b'question,answer\na,1\n"b\nc\n', 3),  # the row whose quotes are not closed
+        (b'"question"x\n', 1),
+        (b"question,answer\n" + b"a,1\n" * 5000 + b"\xff,1\n", 5002),
+    ],
+)
+def test_the_line_of_invalid_csv(tmp_path: Path, text: bytes, line: int) -> None:
+    (tmp_path / "a.csv").write_bytes(text)
+    assert refused(str(tmp_path / "a.csv")).startswith(f"{tmp_path / 'a.csv'}:{line}: ")
+
+
 # ------------------------------------------------------------------------------------------------- layouts
 
 

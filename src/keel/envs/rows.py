@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,11 @@ class DataRows:
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for row in self.rows for name in row.values))
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The locations of the rows without their lines."""
+        return tuple(dict.fromkeys(row.location.rpartition(":")[0] for row in (*self.rows, *self.broken)))
+
 
 def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
     """Read `data.path`: a file, a folder, a hub name (`path`, `path,name` or `path,name,split`), or a list of them.
@@ -58,23 +63,37 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
     if not paths:
         raise KeelError("data.path is an empty list: give a file, a folder or a hub name")
     several = [_read(name, split) for name in paths]
-    if len(several) == 1:
-        result = several[0]
-    else:
-        rows = tuple(row for part in several for row in part.rows)
-        locations = {row.location for row in rows}
-        if len(locations) < len(rows):  # equal file names in several folders: use the whole path
-            rows = tuple(
-                DataRow(f"{name}:{row.location.rpartition(':')[2]}", row.values)
-                for name, part in zip(paths, several, strict=True)
-                for row in part.rows
-            )
-        result = DataRows(
-            f"{paths[0]} and {len(paths) - 1} more", rows, tuple(b for part in several for b in part.broken)
-        )
+    result = several[0] if len(several) == 1 else _joined(paths, several)
     if not result.rows and not result.broken:
         raise KeelError(f"{result.source} is empty: give a file with rows")
     return result
+
+
+def _joined(paths: Sequence[str], several: Sequence[DataRows]) -> DataRows:
+    """The rows of several sources. If file names are equal, locations have the whole path."""
+    names = [name for part in several for name in part.files]
+    if len(set(names)) < len(names):
+        several = [_with_path(path, part) for path, part in zip(paths, several, strict=True)]
+        read: set[Path] = set()
+        for name in (name for part in several for name in part.files):
+            if (file := Path(name).expanduser().resolve()) in read:
+                raise KeelError(f"data.path names {name} twice: leave one out")
+            read.add(file)
+    rows = tuple(row for part in several for row in part.rows)
+    broken = tuple(row for part in several for row in part.broken)
+    return DataRows(f"{paths[0]} and {len(paths) - 1} more", rows, broken)
+
+
+def _with_path(path: str, part: DataRows) -> DataRows:
+    """The same rows, located by the path from `data.path`."""
+
+    def whole(location: str) -> str:
+        name, _, line = location.rpartition(":")
+        file = Path(path, name)  # of a folder; the name of a file or of a hub dataset is in its path
+        return f"{file if file.expanduser().exists() else path}:{line}"
+
+    rows = tuple(replace(row, location=whole(row.location)) for row in part.rows)
+    return replace(part, rows=rows, broken=tuple(replace(row, location=whole(row.location)) for row in part.broken))
 
 
 def row_order(row: DataRow | BrokenRow) -> tuple[str, int]:
@@ -179,14 +198,14 @@ def _csv(path: Path) -> Records:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader, number = csv.reader(text, delimiter=delimiter, strict=True), 1
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
                 raise KeelError(f"{path}: the column {twice!r} occurs twice in the header")
             while True:
-                number = reader.line_num + 1
+                number = reader.line_num + 1  # the first line of the row
                 fields = next(reader, None)
                 if fields is None:
                     return
@@ -196,8 +215,24 @@ def _csv(path: Path) -> Records:
                     yield number, dict(zip(header, fields, strict=True))
                 else:
                     yield number, f"{len(fields)} fields, but the header has {len(header)} columns"
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise KeelError(f"{path}:{reader.line_num + 1}: not CSV in UTF-8 ({error})") from error
+        except csv.Error as error:
+            raise KeelError(f"{path}:{number}: not CSV ({error})") from error
+        except UnicodeDecodeError as error:
+            raise KeelError(f"{path}:{_undecodable_line(path)}: not UTF-8 ({error.reason})") from error
+
+
+def _undecodable_line(path: Path) -> int:
+    """The number of the first line that is not UTF-8."""
+    with path.open("rb") as lines:
+        return next(number for number, line in enumerate(lines, start=1) if not _is_utf8(line))
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _parquet(path: Path) -> Records:
