@@ -136,6 +136,7 @@ def test_a_reset_gets_the_columns_that_it_names(tmp_path: Path) -> None:
     [
         ("rollout", {}, ("rollout", "prompts, trainer", "rollout_func", "environment_factory")),
         ("needs", {}, ("needs", "path")),
+        ("needs_by_name", {}, ("needs_by_name", "path", "mode", "no arguments")),
         ("NOTHING", {}, ("NOTHING", "int")),
         ("MIXED", {}, ("MIXED", "task.task", "environment")),
         ("Bare", {}, ("reset",)),

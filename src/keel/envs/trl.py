@@ -181,8 +181,13 @@ def _check_factory(name: str, factory: Any, judge: Any) -> None:
     """Refuse a factory that takes arguments, or whose environment has no reward."""
     if not callable(factory):
         raise KeelError(f"trl:{name} is a {type(factory).__name__}: give an environment_factory or a dict of them")
-    needed = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty and p.kind < 2]
-    if len(needed) == 2:
+    required = [
+        p
+        for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    needed = [p.name for p in required]
+    if len(needed) == 2 and all(p.kind is not p.KEYWORD_ONLY for p in required):
         raise KeelError(
             f"trl:{name} takes ({', '.join(needed)}), like a rollout_func, which samples by itself: its "
             "log-probabilities and a resume would be unchecked; give an environment_factory, or a task with episodes"

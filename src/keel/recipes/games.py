@@ -1,7 +1,7 @@
 """Players, opponents and short views for some environments of other packages, for small models.
 
-A player gets the package's environment and the last observation, and returns the next turn. These players only use
-what a model can infer from its observations.
+A player gets the package's environment and the last observation, and returns the next turn. `bisect` and `nim` use only
+what a model can infer from its observations; `final_answer` gives the correct answer, as a demonstration of its format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def hint(text: str) -> str:
 
 
 def final_answer(env: Any, observation: str) -> str:
-    """The answer in the format of skyrl-gym's gsm8k environments."""
+    """The correct answer of the environment, in the format of skyrl-gym's gsm8k environments."""
     return f"#### {env.ground_truth}"
 
 
