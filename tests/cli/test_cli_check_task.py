@@ -273,7 +273,7 @@ def test_attacks_on_a_sound_task_of_ones_own_are_silent(capsys: pytest.CaptureFi
     ("name", "attack", "share", "lesson"),
     [
         ("pays_containing", "every answer in one form", 1.0, "to list answers"),
-        ("pays_long", "form only, endless", 1.0, "to write until the length limit"),
+        ("pays_long", "form only, endless", 1.0, "length limit"),
         ("pays_calls", "calls, endless", 1.4, "to call tools without answering"),
     ],
 )

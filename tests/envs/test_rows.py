@@ -268,7 +268,7 @@ def test_broken_lines_are_named_and_refused_unless_skipped(tmp_path: Path) -> No
         ('"text"', "a JSON text, not an object"),
         ('{"question": "", "answer": "1"}', "column 'question' is empty"),
         ('{"question": null, "answer": "1"}', "column 'question' is empty"),
-        ('{"question": 3, "answer": "1"}', "a int, not text"),
+        ('{"question": 3, "answer": "1"}', "int, not text"),
         ('{"question": [{"role": "user"}], "answer": "1"}', "without a role or a text content"),
         ('{"question": "a", "answer": null}', "column 'answer' is empty"),
         ('{"question": "a", "answer": "  "}', "column 'answer' is empty"),

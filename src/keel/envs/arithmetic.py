@@ -135,7 +135,7 @@ class Arithmetic(Task):
         """The same task with exactly `count` held-out problems."""
         skill, span = SKILLS[self.skill], self.high - self.low + 1
         if (10**self.digits if skill.on_digits else span**skill.operands) > MAX_ENUMERATED:
-            raise KeelError(f"held_out needs a task of at most {MAX_ENUMERATED} problems: leave it out")
+            raise KeelError(f"arithmetic held_out works for ranges of at most {MAX_ENUMERATED} problems: leave it out")
         values = map(str, range(self.low, self.high + 1))
         strings = (f"{number:0{self.digits}d}" for number in range(10**self.digits))
         every = ([s] for s in strings) if skill.on_digits else map(list, product(values, repeat=skill.operands))

@@ -35,10 +35,10 @@ LESSONS: Mapping[str, str] = {
     "silence": "to stop at once: give no reward for an answer without content",
     "form": "to write the format without an answer: reward the format only with a correct answer, or reward it less",
     "prompt": "to copy the prompt: parse the answer from a fixed place, not from anywhere in the text",
-    "guess": "one answer for every problem: balance the answers, or reward chance hits less",
+    "guess": "to give one answer to every problem: balance the answers in the data, or pay less for correct guesses",
     "wrong": "to give any answer in the right format: reward wrong answers less",
     "list": "to list answers: grade exactly one answer, and count any other text in it as wrong",
-    "endless": "to write until the length limit: do not reward length, or penalise it",
+    "endless": "to write up to the length limit: do not reward length, or penalise it",
     "program": "to manipulate the tests: run them outside the program's process and compare only data",
     "calls": "to call tools without answering: reward calls only with a correct answer, or reward them less",
 }

@@ -121,5 +121,5 @@ def _executable() -> str:
 
 def refused(why: str) -> KeelError:
     return KeelError(
-        f"programs cannot be confined: {why}; see docs/code.md, or write sandbox: none to run them without confinement"
+        f"programs cannot be confined: {why}; see docs/code.md, or set sandbox: none to run them without confinement"
     )

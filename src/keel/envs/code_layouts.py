@@ -36,7 +36,7 @@ class CodeGrader:
 
     def gold(self, problem: Problem) -> str:
         if not problem.answer:
-            raise KeelError(f"{problem.key}: it has no reference solution, which this needs")
+            raise KeelError(f"{problem.key}: it has no reference solution, so there is no gold answer")
         return f"```python\n{problem.answer}\n```" if self.fenced else str(problem.answer)
 
     def reward(self, problem: Problem, text: str) -> Reward:

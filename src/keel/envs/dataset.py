@@ -221,7 +221,9 @@ def split(
         train = tuple(p for p in loaded.problems if _identity(p) not in prompts)
         notes = [*loaded.notes, *(note for note in evaluated.notes if note not in loaded.notes)]
         if len(train) < len(loaded.problems):
-            notes.append(f"{len(loaded.problems) - len(train)} training problems are in the evaluation set: dropped")
+            notes.append(
+                f"{len(loaded.problems) - len(train)} training problems are in the evaluation set and are dropped"
+            )
     else:
         # only a hash of the prompt decides, so that problems stay in their split when the file grows
         chosen = split_held_out(map(_identity, loaded.problems), held_out)

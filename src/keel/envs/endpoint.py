@@ -79,7 +79,7 @@ class SamplingBody(Options):
     def noise(self) -> Noise:
         """The noise key in the request, else a key of its seed, else one of a random seed."""
         if self.keel is not None and self.seed is not None:
-            raise KeelError("request.sampling_params has seed and keel: keel.seed is the seed, leave seed out")
+            raise KeelError("request.sampling_params has both seed and keel.seed: leave seed out")
         return self.keel or Noise(seed=secrets.randbits(62) if self.seed is None else self.seed)
 
 
@@ -203,7 +203,9 @@ class Endpoint:
             ("sampling_params.stop_token_ids", sampling.stop_token_ids or ()),
         ):
             if self.vocabulary is not None and (largest := max(tokens, default=0)) >= self.vocabulary:
-                raise KeelError(f"request.{name} has the token {largest}, and the model has {self.vocabulary} tokens")
+                raise KeelError(
+                    f"request.{name} has the token {largest}, but the model's largest token is {self.vocabulary - 1}"
+                )
 
 
 class TooLarge(KeelError):

@@ -249,7 +249,7 @@ class OpenEnvGame(Game):
             raise TimeoutError(f"the server did not answer within {self.timeout_s:g} s (task.timeout_s)") from None
         finally:  # after a lost connection the client reconnects automatically, to a new environment
             if self.session is not None and self.client._ws not in (None, self.session):
-                raise ConnectionError("the connection was lost, and the episode with it")
+                raise ConnectionError("the connection to the server was lost, which ends the episode")
 
     def counts(self) -> Mapping[str, float]:
         return {"env/invalid_actions": float(self.invalid)}

@@ -223,7 +223,9 @@ class GameTask(Task):
     def check_opening(self, episode: GameEpisode) -> None:
         """Refuse an episode whose first observation is not its problem's prompt."""
         if episode.opening != episode.problem.prompt:
-            raise KeelError(f"{self.name} began {episode.problem.key!r} with another observation than its prompt")
+            raise KeelError(
+                f"{self.name} started {episode.problem.key!r} with an observation that differs from the prompt"
+            )
 
     def gold(self, problem: Problem) -> str:
         return self.gold_turns(problem)[-1]
@@ -238,7 +240,7 @@ class GameTask(Task):
                     turns.append(player(episode.game.env, episode.observation))
                 if step_sync(episode, turns[-1]) is None:
                     return turns
-        raise KeelError(f"{self.name}: the game of task.player is not over after {LONGEST_GAME} turns")
+        raise KeelError(f"{self.name}: task.player did not finish its game within {LONGEST_GAME} turns")
 
     def opened(self, problem: Problem) -> Problem:
         """The problem with the first observation of its episodes as its prompt, and their tools."""

@@ -83,16 +83,16 @@ class EnvironmentServer:
         except httpx2.RequestError as error:
             raise ServerUnavailable(f"{where} cannot be reached: {error or type(error).__name__}") from error
         if response.is_redirect:
-            raise ServerFailed(f"{where} redirects, which is not followed: set task.url to the environment's address")
+            raise ServerFailed(f"{where} redirects, and redirects are not followed: set task.url to the final address")
         if response.status_code != 200:
             kind = ServerUnavailable if response.status_code == 429 or response.status_code >= 500 else ServerFailed
             raise kind(f"{where} answered with status {response.status_code}")
         try:
             answer = json.loads(data)
         except ValueError:
-            raise ServerFailed(f"{where} did not answer in JSON") from None
+            raise ServerFailed(f"the answer of {where} is not JSON") from None
         if not isinstance(answer, dict):
-            raise ServerFailed(f"{where} answered a {type(answer).__name__}, not an object")
+            raise ServerFailed(f"the answer of {where} is a JSON {type(answer).__name__}, not an object")
         return answer
 
 

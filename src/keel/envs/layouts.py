@@ -105,7 +105,7 @@ def choose_columns(rows: DataRows, options: ColumnOptions) -> tuple[Columns, lis
     notes = []
     if chosen:
         layout = "verl's layout" if {"data_source", "reward_model"} <= set(names) else "recognised columns"
-        notes.append(f"{rows.source}: {layout}, {' and '.join(chosen)}; data.columns names others")
+        notes.append(f"{rows.source}: {layout}, {' and '.join(chosen)}; set data.columns to use others")
     return Columns(prompt, answer, system, is_conversation, last_turn), notes
 
 
@@ -155,7 +155,7 @@ def _prompt(value: Any) -> str | list[dict[str, str]] | _Fault:
         return value
     if isinstance(value, list):
         return _Fault("has messages without a role or a text content")
-    return _Fault(f"has a {type(value).__name__}, not text or messages")
+    return _Fault(f"has a value of type {type(value).__name__}, not text or messages")
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:

@@ -20,7 +20,7 @@ class ColumnOptions(Options):
 
     prompt: str = Field(default="question", min_length=1, description="Column of the prompt: text or chat messages.")
     answer: Annotated[str, Field(min_length=1)] | None = Field(
-        default="answer", description="Column of the answer, all of one type; null: the data have no answers."
+        default="answer", description="Column of the answer. All answers have one type. null: the data have no answers."
     )
     messages: str | None = Field(
         default=None, description="Column of whole conversations, instead of prompt; the last turn is the answer."
@@ -33,7 +33,7 @@ class SourceOptions(Options):
 
     path: str | tuple[str, ...] | None = Field(
         default=None,
-        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name, or a list; null: task's default.",
+        description="A file (.jsonl, .json, .parquet, .csv), a folder, a hub name or a list; null: the task's default.",
     )
     split: str = Field(default="train", min_length=1, description="Split of a folder or hub dataset to train on.")
     columns: ColumnOptions = Field(default=ColumnOptions(), description="Columns of the data.")
@@ -66,9 +66,11 @@ class CurriculumOptions(Options):
     """Draw problems in proportion to how often their groups carry signal. A group does if its rewards differ."""
 
     candidates: Annotated[PositiveInt, Field(ge=2)] = Field(
-        default=4, description="Problems that the task draws for each one that is trained on."
+        default=4, description="Number of candidates that the task draws for each training problem."
     )
-    half_life: PositiveFloat = Field(default=50.0, description="Steps after which a group counts half.")
+    half_life: PositiveFloat = Field(
+        default=50.0, description="Half-life in steps of a group's weight in the estimates."
+    )
 
 
 class DataOptions(PromptOptions, SourceOptions):
@@ -76,8 +78,8 @@ class DataOptions(PromptOptions, SourceOptions):
 
     curriculum: CurriculumOptions | None = Field(
         default=None,
-        description="Draw problems in proportion to how often their groups carry signal, with any task; null: as the "
-        "task draws them.",
+        description="Draw problems in proportion to how often the rewards of their groups differ. Works with any task. "
+        "null: use the task's own order.",
     )
 
     @property
@@ -109,7 +111,7 @@ class RewardOptions(Options):
     timeout_s: PositiveFloat | None = Field(default=30.0, description="Time limit of a reward in seconds; null: none.")
     shuffle: int | None = Field(
         default=None,
-        description="Seed to permute rewards within each group, a control that must not learn; null: off.",
+        description="Seed for permuting the rewards within each group: a control run that must not improve. null: off.",
     )
     on_error: Literal["stop", "zero", "skip_group"] = Field(
         default="stop", description="If a reward fails: stop the run, use 0, or drop its group."

@@ -87,7 +87,7 @@ def check_tests(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"the tests are not JSON: {error}") from None
     tests = [tests] if isinstance(tests, str | Mapping) else tests
     if not isinstance(tests, Sequence) or not any(tests):
-        raise ValueError(f"there are no tests: give a list, each {FORMS}")
+        raise ValueError(f"there are no tests: give a list of tests, each {FORMS}")
     checked = []
     for number, test in enumerate(tests, start=1):
         entry = {"code": test} if isinstance(test, str) else dict(test) if isinstance(test, Mapping) else {}
@@ -170,7 +170,7 @@ def _again(job: Callable[[], Result]) -> Result:
             return job()
         except Lost:
             continue
-    raise KeelError(f"the sandbox ended {TRIES} times under the same program: is there memory for sandbox workers?")
+    raise KeelError(f"the sandbox ended {TRIES} times while it ran the same program: free memory, or lower workers")
 
 
 def _is_over(number: int, late: Late) -> bool:

@@ -326,7 +326,7 @@ class Sandbox:
 
     def program(self) -> Program:
         """A confined process that has run nothing yet."""
-        why = "it ends at once"
+        why = "its process ends immediately"
         for attempt in range(TRIES):
             time.sleep(0.1 * attempt)
             with self._lock:
@@ -343,7 +343,7 @@ class Sandbox:
                 program = self._ready.popleft()
             if program.started():
                 return program
-        raise KeelError(f"the sandbox starts no program: {why}; free memory, processes or descriptors")
+        raise KeelError(f"the sandbox cannot start a program: {why}; free memory, processes or file descriptors")
 
     def fork(self, *descriptors: int) -> None:
         """Send these file descriptors to the warm process, which forks a child with them."""

@@ -186,7 +186,7 @@ def _gold_is_best(drawn: _DrawnProblems) -> str:
         for turns in (*others, *([text] for text in (NONSENSE if index < 8 else ()))):
             fine = drawn.reward(problem, *turns).total <= full
             expect(fine, f"another answer to {problem.key!r} earns more than the gold one: {turns[-1][:40]!r}")
-    return "neither another problem's answer nor nonsense, short or long, earns more"
+    return "answers to other problems and nonsense, short or long, do not earn more than the gold answer"
 
 
 def _wrong(drawn: _DrawnProblems) -> str:

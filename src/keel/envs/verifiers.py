@@ -76,7 +76,7 @@ class VerifiersTask(Dataset):
                 observation = _contents(reply)
         finally:
             episode.close()
-        raise KeelError(f"{self.name}: the episode of task.player is not over after {LONGEST_GAME} turns")
+        raise KeelError(f"{self.name}: task.player did not finish its episode within {LONGEST_GAME} turns")
 
     @asynccontextmanager
     async def playing(self, model: ModelAccess) -> AsyncIterator[Play]:
@@ -203,7 +203,7 @@ class Scripted(Episode):
             return None
         messages = call[0]
         if messages[: len(before)] != before or messages[len(before)]["role"] != "assistant":
-            raise CallFailed("invalid", "rewrote its history: train on this task alone, not with scripted turns")
+            raise CallFailed("invalid", "changed earlier messages, which scripted turns do not support")
         return messages[len(before) + 1 :]
 
     def reward(self) -> Reward:
@@ -227,7 +227,7 @@ class Scripted(Episode):
 
     def _over(self) -> Any:
         self._result()
-        raise CallFailed("invalid", "got another turn after its end")
+        raise CallFailed("invalid", "got a turn after it had ended")
 
     def _result(self) -> PlayedEpisode:
         played: PlayedEpisode = self.running.result(None)

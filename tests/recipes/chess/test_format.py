@@ -109,11 +109,11 @@ def test_ten_thousand_positions_come_back_from_both_formats() -> None:
         (" e2e4 d2d4 E: 0.3 B: e2e4", 2, 1, "e2e4", "2 moves and 1 evaluations"),
         (" e2e4 Nf3 E: 0.3 0.1 B: e2e4", 1, 2, "e2e4", "'Nf3' is not a valid move in UCI notation"),
         (" e4 d4 E: 0.3 0.1 B: e4", 0, 2, None, "'e4' is not a valid move in UCI notation"),
-        (" e2e4 e2e4 E: 0.3 0.3 B: e2e4", 2, 2, "e2e4", "stands twice"),
+        (" e2e4 e2e4 E: 0.3 0.3 B: e2e4", 2, 2, "e2e4", "twice"),
         (" e2e4 d2d4 E: 0.3 nan B: e2e4", 2, 1, "e2e4", "'nan' is not a valid evaluation"),
         (" e2e4 d2d4 E: 0.3 1e9 B: e2e4", 2, 1, "e2e4", "'1e9' is not a valid evaluation"),
         (" e2e4 d2d4 E: 0.3 0.1 B: a2a3", 2, 2, "a2a3", "not among the moves"),
-        (" e2e4 d2d4 E: 0.3 0.1 B: e2e4 d2d4", 2, 2, "e2e4", "something follows"),
+        (" e2e4 d2d4 E: 0.3 0.1 B: e2e4 d2d4", 2, 2, "e2e4", "after the best move"),
         (" a7a8k h7h8Q E: 0.3 0.1 B: a7a8q", 0, 2, "a7a8q", "'a7a8k' is not a valid move"),
     ],
 )

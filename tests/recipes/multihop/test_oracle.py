@@ -39,7 +39,7 @@ def test_a_row_whose_support_is_cut_off_is_named(tmp_path: Path, capsys: pytest.
     assert lines[0] == "2 rows load"
     # both recalls are 1/2, since what is not shown is not cited: (1 + 0.9 + 0.5 + 0.4 + 0.3 + 0.1) / 4
     lacking = "(long earns 0.8 of 1: retrieval_recall, citation_recall)"
-    named = f"1 of 2 oracle episodes earn the maximum, 1 retrieve all support, 1 are shown their answer {lacking}"
+    named = f"1 of 2 oracle episodes earn the maximum, 1 retrieve all support, 1 retrieve the answer {lacking}"
     assert lines[1:] == [
         f"{form}: {named}" for form in ("json, tags", "json, complete", "tags, tags", "tags, complete")
     ]
@@ -58,5 +58,5 @@ def test_it_is_a_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[:2] == [
         "2 rows load",
-        "json, tags: 2 of 2 oracle episodes earn the maximum, 2 retrieve all support, 1 are shown their answer",
+        "json, tags: 2 of 2 oracle episodes earn the maximum, 2 retrieve all support, 1 retrieve the answer",
     ]

@@ -301,7 +301,7 @@ class EnginePool:
                     at_depth = iterations.setdefault(info.get("depth", 0), {})
                     at_depth[info["pv"][0].uci()] = pawns_of(info["score"].relative)
         if not iterations:
-            raise chess.engine.EngineError(f"no line within {self.options.nodes} nodes")
+            raise chess.engine.EngineError(f"it gave no analysis within {self.options.nodes} nodes")
         deepest = iterations[max(iterations, key=lambda depth: (min(len(iterations[depth]), line_count), depth))]
         return tuple(sorted(deepest.items(), key=lambda line: -line[1])[:line_count])
 

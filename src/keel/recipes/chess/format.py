@@ -184,9 +184,9 @@ def read_policy(text: str, padding: Padding = PADDINGS["source"]) -> PolicyAnswe
     elif len(numbers) != len(moves):
         faults.append(f"there are {len(moves)} moves and {len(numbers)} evaluations")
     if len(set(moves)) < len(moves):
-        faults.append("a move stands twice")
+        faults.append("a move is listed twice")
     if len(ends) > 1:
-        faults.append("something follows the best move")
+        faults.append("there is text after the best move")
     if best is None:
         faults.append("there is no best move")
     elif moves and best not in moves:

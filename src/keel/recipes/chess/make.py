@@ -97,7 +97,7 @@ def make_shards(
             number, barren = number + 1, 0 if ledger.count > before else barren + 1
             if barren >= _MAX_BARREN:
                 raise KeelError(
-                    f"only {ledger.count} different rows exist with these settings: set fewer --rows, with a new --out"
+                    f"these settings give only {ledger.count} different rows: lower --rows, and give a new --out"
                 )
     return _finish(
         out,
@@ -278,7 +278,7 @@ def check_options(options: MakeOptions) -> None:
         raise KeelError("--games openings and --openings FILE belong together: give both or neither")
     pieces = options.max_pieces
     if pieces is not None and (not 3 <= pieces <= 12 or "openings" in options.games):
-        raise KeelError(f"--max-pieces is {pieces}: it must be from 3 to 12, and openings have 32")
+        raise KeelError(f"--max-pieces is {pieces}: it must be from 3 to 12, and --games openings has 32 pieces")
     if not 1 <= options.history <= HISTORY or not 0 <= options.illegal < 1 or options.longest < 1:
         raise KeelError(f"--history is from 1 to {HISTORY}, --illegal a fraction from 0 to below 1, --plies at least 1")
     padding_of(options.padding)

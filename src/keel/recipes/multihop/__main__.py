@@ -47,7 +47,7 @@ class OracleResult:
         shortfalls = "; ".join(self.short[:MOST_NAMED])
         return (
             f"{self.tool_format}, {self.answer_style}: {self.rows - len(self.short)} of {self.rows} oracle episodes "
-            f"earn the maximum, {self.complete} retrieve all support, {self.demonstrations} are shown their answer"
+            f"earn the maximum, {self.complete} retrieve all support, {self.demonstrations} retrieve the answer"
             f"{f' ({shortfalls})' if shortfalls else ''}"
         )
 
