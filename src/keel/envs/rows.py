@@ -51,7 +51,8 @@ class DataRows:
     @property
     def files(self) -> tuple[str, ...]:
         """The locations of the rows without their lines."""
-        return tuple(dict.fromkeys(row.location.rpartition(":")[0] for row in (*self.rows, *self.broken)))
+        locations = [row.location for row in self.rows] + [row.location for row in self.broken]
+        return tuple(dict.fromkeys(location.rpartition(":")[0] for location in locations))
 
 
 def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
