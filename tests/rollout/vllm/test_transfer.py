@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -197,6 +199,12 @@ def test_of_two_that_wait_for_each_other_the_first_error_counts() -> None:
         direct.run_concurrently(never.wait, lambda: None, timeout_s=0.1)
     assert direct.run_concurrently(lambda: 1, lambda: 2, timeout_s=20.0) == [1, 2]
     never.set()
+
+
+def test_the_time_limit_is_for_all_calls_together() -> None:
+    """Each call ends within the limit after the one before it, but the last one ends after the limit."""
+    with pytest.raises(direct.TransferBroken):
+        direct.run_concurrently(*(partial(time.sleep, 0.3 * n) for n in (1, 2, 3)), timeout_s=0.5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import base64
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +147,7 @@ def loopback_only(url: str) -> None:
 
 
 def run_concurrently(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
-    """Run calls in threads and return their results; raise the first error without waiting for the others."""
+    """Run calls in threads and return their results within `timeout_s`; raise the first error without waiting."""
     answers: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue()
 
     def run(index: int, call: Callable[[], Any]) -> None:
@@ -158,9 +159,10 @@ def run_concurrently(*calls: Callable[[], Any], timeout_s: float) -> list[Any]:
     for index, call in enumerate(calls):
         threading.Thread(target=run, args=(index, call), name="keel-transfer", daemon=True).start()
     results: dict[int, Any] = {}
+    end = time.monotonic() + timeout_s
     while len(results) < len(calls):
         try:
-            index, result, error = answers.get(timeout=timeout_s)
+            index, result, error = answers.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             raise TransferBroken(f"the two sides did not connect within {timeout_s:.0f} s") from None
         if error is not None:
