@@ -56,6 +56,24 @@ def test_weights_are_cast_once_a_pass_or_update() -> None:
     assert fused_linear._passes == []
 
 
+@pytest.mark.parametrize("changed", ["bias", "layers", "dtype"])
+def test_a_cast_is_used_only_for_its_own_layers_dtype_and_values(changed: str) -> None:
+    """Shapes of Qwen2.5-0.5B's key and value projections, which have biases."""
+    torch.manual_seed(0)
+    key, value, other = (nn.Linear(896, 128) for _ in range(3))
+    x = torch.randn(2, 896)
+    for number in cast_weights_once(range(2)):
+        dtype = torch.float16 if number and changed == "dtype" else torch.bfloat16
+        layers = (key, other) if number and changed == "layers" else (key, value)
+        if number and changed == "bias":
+            with torch.no_grad():
+                value.bias.add_(3.0)
+        with torch.autocast("cpu", dtype), torch.no_grad():
+            joint = fused_linears(x, *layers)
+            assert joint is not None
+            torch.testing.assert_close(joint, torch.cat([layer(x) for layer in layers], dim=-1), atol=2e-2, rtol=2e-2)
+
+
 def test_an_update_by_a_fused_optimizer_is_seen() -> None:
     """torch's fused AdamW does not count its writes; Keel's optimizer does it."""
     linears, x, results = linears_of(False, 4), torch.randn(2, 24), []

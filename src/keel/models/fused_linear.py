@@ -20,12 +20,15 @@ from keel.models.head import is_plain_linear
 T = TypeVar("T")
 Cast = tuple[Tensor, Tensor | None]  # weight and bias
 
-_passes: list[dict[nn.Module, tuple[list[int], Cast]]] = []  # casts with the versions of their weights
+# Casts with the versions of their parameters, by layers and dtype
+Casts = dict[tuple[tuple[nn.Linear, ...], torch.dtype], tuple[list[int], Cast]]
+
+_passes: list[Casts] = []
 
 
 def cast_weights_once(items: Iterable[T]) -> Iterator[T]:
     """Yield the items. During the loop, each weight is cast to half precision only if it has changed."""
-    casts: dict[nn.Module, tuple[list[int], Cast]] = {}
+    casts: Casts = {}
     _passes.append(casts)
     try:
         yield from items
@@ -76,12 +79,14 @@ class _JointProduct(torch.autograd.Function):
 
 
 def _cast(linears: tuple[nn.Linear, ...], dtype: torch.dtype) -> Cast:
-    casts, versions = _passes[-1] if _passes else {}, [linear.weight._version for linear in linears]
-    if casts.get(linears[0], (None,))[0] != versions:
+    casts: Casts = _passes[-1] if _passes else {}
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    versions = [parameter._version for parameter in (*(linear.weight for linear in linears), *biases)]
+    if casts.get((linears, dtype), (None,))[0] != versions:
         weight = torch.cat([linear.weight for linear in linears]) if len(linears) > 1 else linears[0].weight
-        biases = [linear.bias.to(dtype) for linear in linears if linear.bias is not None]
-        casts[linears[0]] = versions, (weight.to(dtype), torch.cat(biases) if biases else None)
-    return casts[linears[0]][1]
+        bias = torch.cat([bias.to(dtype) for bias in biases]) if biases else None
+        casts[linears, dtype] = versions, (weight.to(dtype), bias)
+    return casts[linears, dtype][1]
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
