@@ -268,6 +268,46 @@ def test_an_episode_that_fails_or_hangs_is_recorded(
         assert groups[1].completions[2].action == (False,)
 
 
+async def first_never(problem: Problem, sample: int, prompt: Any, ask: Ask) -> PlayedEpisode:
+    """Every episode of p0 fails before its first call of the model."""
+    return (
+        PlayedEpisode(failure="raised OSError: no server")
+        if problem.key == "p0"
+        else await once(problem, sample, prompt, ask)
+    )
+
+
+async def first_silent(problem: Problem, sample: int, prompt: Any, ask: Ask) -> PlayedEpisode:
+    """The episodes of p0 end well without a call of the model, one of them with a context that has no sampled token."""
+    branches = [(prompt, [False] * len(prompt))] * (sample == 1)
+    silent = PlayedEpisode(branches, earned=Reward(1.0 + sample))
+    return silent if problem.key == "p0" else await once(problem, sample, prompt, ask)
+
+
+@pytest.mark.parametrize(("program", "rewards"), [(first_never, [0.0] * 3), (first_silent, [1.0, 2.0, 3.0])])
+def test_episodes_without_a_call_of_the_model_keep_their_place_and_reward(
+    program: Any, rewards: list[float], engine: NativeEngine
+) -> None:
+    judge = Judge.of(Ordinary(), on_error="zero", timeout_s=20.0)
+    judge = judge if program is first_never else Judge.of(Programs(once, Renderer(shapes.tokenizer())))
+    first, *others = collect(program, engine, judge=judge)
+    assert [first.problem.key, *(group.problem.key for group in others)] == ["p0", "p1", "p2"]
+    assert [reward.total for reward in first.rewards] == rewards
+    assert not any(any(completion.action) for completion in first.completions)
+    expected = collect(once, engine)[1:]
+    tokens = [[[c.tokens for c in group.completions] for group in groups] for groups in (others, expected)]
+    assert tokens[0] == tokens[1]
+    assert len(judge.drain()) == (3 if program is first_never else 0)
+
+
+def test_a_rollout_without_any_call_of_the_model_is_refused(engine: NativeEngine) -> None:
+    async def silent(problem: Problem, sample: int, prompt: Any, ask: Ask) -> PlayedEpisode:
+        return PlayedEpisode(earned=Reward(1.0))
+
+    with pytest.raises(KeelError, match="programs"):
+        collect(silent, engine)
+
+
 def test_a_call_with_other_parameters_or_of_no_episode_is_refused(engine: NativeEngine) -> None:
     said: dict[tuple[str, int], list[str]] = {}
 

@@ -119,6 +119,11 @@ class Collector:
         groups = of_all(self.world, own, self.judge, recorded, problems)
         if problems and not groups:
             raise KeelError(f"every group of step {step} was skipped, the last for reward {self.judge.failures[-1]}")
+        if problems and not any(any(c.action) for group in groups for c in group.completions):
+            raise KeelError(
+                f"no episode of step {step} has a token of the model: task {self.task.name!r} ended each one before "
+                "its first call of the model"
+            )
         if self.release:
             self.engine.release()
         return groups

@@ -175,15 +175,17 @@ class PlayCollector(Collector):
             if (failure := played[key].failure) is not None:
                 kind = "timeout" if key in calls.late else "raised"
                 judge.record(f"{self.task.name}.play", problems[key[0]], key[1], CallFailed(kind, failure))
-        kept = [number for number in range(len(problems)) if any(played[k].branches for k in played if k[0] == number)]
-        prompts, results, episodes = list[tuple[int, ...]](), list[_Result](), dict[Key, PlayedEpisode]()
-        for group, number in enumerate(kept):
-            members = {key: episode for key, episode in sorted(played.items()) if key[0] == number}
-            prompts.append(_common_prompt(problems[number], members.values()))
-            results += [self._result(group, key, episode, prompts[-1], calls) for key, episode in members.items()]
-            episodes |= {(group, sample): episode for (_, sample), episode in members.items()}
-        left = [problems[number] for number in kept]
-        return judged(self.task, left, prompts, results, episodes, judge, version)  # type: ignore[arg-type]
+        prompts, results = list[tuple[int, ...]](), list[_Result]()
+        for group, problem in enumerate(problems):
+            members = {key: episode for key, episode in sorted(played.items()) if key[0] == group}
+            prompts.append(_common_prompt(problem, members.values()) or (self._untrained,))
+            results += [self._result(key, episode, prompts[-1], calls) for key, episode in members.items()]
+        return judged(self.task, problems, prompts, results, played, judge, version)  # type: ignore[arg-type]
+
+    @property
+    def _untrained(self) -> int:
+        """The token that stands for an unknown prompt, and for the completion of an episode without a model call."""
+        return int(self.renderer.tokenizer.eos_token_id)
 
     def _play(
         self, problems: Sequence[Problem], noise: dict[str, int]
@@ -244,9 +246,7 @@ class PlayCollector(Collector):
                     raise errors.exceptions[0] from None
         return played
 
-    def _result(
-        self, group: int, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls
-    ) -> _Result:
+    def _result(self, key: Key, episode: PlayedEpisode, prompt: tuple[int, ...], calls: EpisodeCalls) -> _Result:
         """The completion of an episode: its last branch, with the other branches attached."""
         trained: set[int] = set()
         branches = [
@@ -256,12 +256,11 @@ class PlayCollector(Collector):
         ]
         last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length"
         stop = "length" if key in calls.full else episode.stop or last_call
-        if not branches:  # an episode that failed before its first turn gets one token that is not trained
-            pad = self.renderer.tokenizer.eos_token_id
-            branches = [Completion((int(pad),), (False,), (0.0,), (0.0,), "", stop)]
+        if not branches:  # an episode that ended before its first turn gets one token that is not trained
+            branches = [Completion((self._untrained,), (False,), (0.0,), (0.0,), "", stop)]
         last, *others = (replace(branch, stop_reason=stop) for branch in branches)
         whole = replace(last, text=episode.text, branches=tuple(others))
-        return _Result(group, key[1], episode.failure is not None, episode.turns, whole)
+        return _Result(*key, episode.failure is not None, episode.turns, whole)
 
     def _branch(
         self,
@@ -354,10 +353,11 @@ class _Answers:
 
 
 def _common_prompt(problem: Problem, episodes: Iterable[PlayedEpisode]) -> tuple[int, ...]:
-    """The longest common prefix of a group's contexts, before their first sampled token."""
-    heads = [tokens[: list(sampled).index(True)] for e in episodes for tokens, sampled in e.branches]
+    """The longest common prefix of a group's contexts, before their first sampled token; () if none was sampled."""
+    branches = [branch for episode in episodes for branch in episode.branches if any(branch[1])]
+    heads = [tokens[: list(sampled).index(True)] for tokens, sampled in branches]
     prompt = tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*heads, strict=False)))
-    if not prompt:
+    if heads and not prompt:
         raise KeelError(
             f"problem {problem.key!r}: the contexts of its episodes begin with different tokens, so they are no group"
         )
