@@ -13,6 +13,7 @@ import torch
 from keel.base.errors import KeelError
 from keel.rollout import Request, SamplingParams
 from keel.rollout.engine import Interrupted
+from keel.rollout.native.decode import UnsharedPrefixDecoder
 from keel.rollout.native.engine import NativeEngine
 from keel.rollout.request import StopStrings
 
@@ -315,3 +316,25 @@ def test_sampling_that_is_interrupted_ends_at_the_next_token() -> None:
     with pytest.raises(Interrupted):
         engine.generate(limits, SamplingParams(max_completion_length=20, num_generations=2, ignore_eos=True))
     assert ended == [2]
+
+
+@pytest.mark.parametrize("name", shapes.PLAIN)
+def test_a_prompt_whose_masked_attention_would_be_wrong_ends_with_a_step(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where rows of 33, 65, … tokens must not be read with a mask (pytorch issue 191937)."""
+    monkeypatch.setattr("keel.rollout.native.decode.padding_columns", lambda ids: int(ids.shape[1] % 32 == 1))
+    model, lengths = shapes.model(name).eval(), list[int]()
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompts = [
+        shapes.prompts(6, seed)[4][:20] + shapes.prompts(6, seed)[2][:extra] for seed, extra in ((1, 13), (2, 12))
+    ]
+    decoder, tokens = UnsharedPrefixDecoder(model), torch.tensor([5, 6])
+    with torch.no_grad():
+        got = [decoder.prefill(prompts, [0, 1], 4), decoder.step(tokens)]
+        assert name == "mamba" or lengths == [32, 32, 1, 1, 1]  # transformers' mamba has no past_key_values
+        for row, prompt in enumerate(prompts):
+            whole = model(input_ids=torch.tensor([[*prompt, int(tokens[row])]]), use_cache=False).logits[0, -2:]
+            torch.testing.assert_close(torch.stack([step[row] for step in got]), whole, atol=1e-3, rtol=1e-3)

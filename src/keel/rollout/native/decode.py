@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from keel.models.head import causal_lm
 from keel.models.rope import LengthRegimes, reset_rope
+from keel.models.scorer import padding_columns
 from keel.rollout.native.cache import (
     CachedPrompt,
     CachedRow,
@@ -253,11 +254,20 @@ class UnsharedPrefixDecoder:
         return self._in_order(logits)
 
     def _forward(self, bucket: int, ids: Tensor) -> Tensor:
+        """The next logits after `ids`, the last tokens of the bucket's contexts."""
+        ids, stop = ids.to(self.device), self.origin + self.contexts[bucket].shape[1]
+        if self.cached and self.caches[bucket] is None and ids.shape[1] > 1 and padding_columns(ids):
+            # A sliding window needs a mask, with which the last query would be wrong. Decode it as a step instead.
+            self._run(bucket, ids[:, :-1], stop - 1)
+            ids = ids if self.caches[bucket] is None else ids[:, -1:]
+        return self._run(bucket, ids, stop)
+
+    def _run(self, bucket: int, ids: Tensor, stop: int) -> Tensor:
+        """Forward tokens that end before position `stop`, and keep the cache."""
         inputs = {} if self.caches[bucket] is None else {"past_key_values": self.caches[bucket]}
         if self._takes_positions:
-            stop = self.origin + self.contexts[bucket].shape[1]
             inputs["position_ids"] = torch.arange(stop - ids.shape[1], stop, device=self.device).expand(len(ids), -1)
-        out = self.model(input_ids=ids.to(self.device), use_cache=self.cached, **self._options, **inputs)
+        out = self.model(input_ids=ids, use_cache=self.cached, **self._options, **inputs)
         self.caches[bucket] = getattr(out, "past_key_values", None) if self.cached else None
         logits: Tensor = out.logits[:, -1]
         return logits
