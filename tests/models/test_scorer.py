@@ -86,7 +86,7 @@ def test_the_reference_is_scored_by_it_too():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.scorer=nowhere"], "native or a scorer module:attr"),
+        (["model.scorer=nowhere"], "model.scorer is 'nowhere'"),
         ([f"model.scorer={__name__}:lacks_temperature"], "cannot be called as scorer"),
         ([f"model.scorer={__name__}:plain", "kl.exact=true"], "reads hidden states"),
         ([f"model.scorer={__name__}:plain", "kl.estimator=exact"], "reads hidden states"),

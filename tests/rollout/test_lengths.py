@@ -128,8 +128,7 @@ def test_contexts_beyond_what_a_probe_could_reach_are_refused(monkeypatch: pytes
     assert engine.generate([Request("a", tokens(3, 1))], sampling)
     window = model.config.sliding_window
     assert engine.generate([Request("a", tokens(window - 3, 1))], sampling)
-    said = f"'a' may reach {window + 1} tokens and MistralForCausalLM is verified to decode correctly up to {window}, "
-    with pytest.raises(KeelError, match=said) as caught:
+    with pytest.raises(KeelError, match=f"'a' may reach {window + 1} tokens.*MistralForCausalLM.* {window} ") as caught:
         engine.generate([Request("a", tokens(window - 2, 1))], sampling)
     assert "\n" not in str(caught.value)
 

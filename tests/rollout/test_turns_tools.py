@@ -377,12 +377,12 @@ def test_messages_without_role_or_content_are_the_tasks_failure() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "message"),
-    [(lambda episode: {"x": float("nan")}, "gave x=nan"), (lambda episode: {}["x"], "raised KeyError: 'x'")],
+    [(lambda episode: {"x": float("nan")}, "x=nan"), (lambda episode: {}["x"], "raised KeyError: 'x'")],
 )
 def test_an_episodes_counts_that_fail_are_named(counts: Any, message: str) -> None:
     task = Weather(episode=type("Odd", (Counted,), {"counts": counts}))
     tokenizer = CHATS["chatml"].tokenizer
-    with pytest.raises(KeelError, match=rf"weather\.counts on problem .*, completion 0: {message}"):
+    with pytest.raises(KeelError, match=rf"weather\.counts on problem .*, completion 0: .*{message}"):
         play(Scripted(tokenizer, [["hi"]]), tokenizer, 1, task=task)
 
 

@@ -83,7 +83,7 @@ def fused_stats_unsupported_reason(hidden: Tensor, head: Head, *, planned: bool 
     if hidden.dtype == torch.float64:
         return "it computes in float64"
     if head.linear() is None:
-        return "its head is not a plain matrix"
+        return "its head is not a plain linear layer"
     return None if head.softcap is None else "its logits have a soft cap"
 
 

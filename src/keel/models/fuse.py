@@ -192,7 +192,7 @@ def fallback_notes(model: nn.Module, amp_dtype: torch.dtype | None = None, *, pl
     with torch.autocast(like.device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
         reason = flash_unsupported_reason(like, head_size(body), planned=planned) or structured_unsupported_reason(body)
         if reason is None and like.is_cuda and not uses_flash(body):
-            reason = "its attention failed the comparison with plain attention"
+            reason = "its result differs from that of plain attention"
     attention = () if reason is None else (f"training passes do not use flash attention: {reason}",)
     reason = fused_stats_unsupported_reason(like, head_of(model), planned=planned)
     statistics = () if reason is None else (f"vocabulary statistics are not fused: {reason}",)

@@ -52,7 +52,7 @@ def check_gguf(path: Path) -> GgufHeader:
     header = read_header(path)
     size = path.stat().st_size
     if size < header.bytes_needed:
-        raise KeelError(f"the GGUF file {path} is truncated: {size} bytes of {header.bytes_needed}; download it again")
+        raise KeelError(f"the GGUF file {path} is truncated ({size} of {header.bytes_needed} bytes): download it again")
     return header
 
 

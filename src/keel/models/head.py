@@ -79,7 +79,7 @@ def causal_lm(model: nn.Module) -> Any:
         inner = getattr(outer, "_orig_mod", None)
         if inner is None and hasattr(outer, "peft_config") and hasattr(outer, "get_base_model"):
             if any(getattr(config, "is_prompt_learning", False) for config in outer.peft_config.values()):
-                raise KeelError("prompt-learning adapters change the input of the model: use LoRA or full weights")
+                raise KeelError("prompt-learning adapters are not supported: use LoRA, or train all weights")
             inner = outer.get_base_model()
         if inner is None and isinstance(getattr(outer, "module", None), nn.Module):
             inner = outer.module
@@ -116,7 +116,7 @@ def body_of(model: nn.Module) -> nn.Module:
         # ModernBERT's get_decoder returns its head. Llama 4's base_model_prefix does not name the body.
         if isinstance(body, nn.Module) and body is not causal and body is not head:
             return body
-    raise KeelError(f"cannot find the transformer body inside {type(causal).__name__}: it needs `get_decoder`")
+    raise KeelError(f"cannot find the transformer body of {type(causal).__name__}: give the class a method get_decoder")
 
 
 def transformer_blocks(body: nn.Module) -> list[nn.Module]:
@@ -225,7 +225,10 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
         with evaluating(causal):
             logits = causal(input_ids=ids, use_cache=False).logits.float()
             if not enlarged:
-                raise KeelError(f"{type(causal).__name__} does not call its own decoder: give a scorer as module:attr")
+                raise KeelError(
+                    f"{type(causal).__name__} does not call its own decoder: set model.scorer to your own function "
+                    "(module:attr)"
+                )
             raw = module(enlarged[-1]).float()
     finally:
         hook.remove()
@@ -240,8 +243,8 @@ def _measure(causal: Any, module: nn.Module) -> tuple[float, float | None]:
     best = min(range(len(candidates)), key=errors.__getitem__)
     if not errors[best] <= (1e-3 if module_dtype(causal) == torch.float32 else 5e-2):
         raise KeelError(
-            f"{type(causal).__name__} turns hidden states into logits in a way that Keel does not know (best guess off "
-            f"by {errors[best]:.1e} of the largest logit): give a scorer of your own as module:attr"
+            f"Keel cannot reproduce the logits of {type(causal).__name__} from its hidden states (best guess off by "
+            f"{errors[best]:.1e} of the largest logit): set model.scorer to your own function (module:attr)"
         )
     return candidates[best]
 

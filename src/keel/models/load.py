@@ -102,13 +102,15 @@ def load_model(
         )
     policy.train(options.gradient_checkpointing or options.dropout or (lora is not None and lora.dropout > 0))
     shared_prefix = False
-    packing_note: str | None = f"{name!r} was loaded without the packing probe: one row per completion"
+    packing_note: str | None = (
+        f"{name!r} was loaded without the packing probe, so each completion is scored in its own row"
+    )
     if probe:
         with trial_adapters(policy):
             packing = probe_packing(policy, len(tokenizer), longest=longest)
         shared_prefix, packing_note = packing.ok, None
         if not shared_prefix:
-            packing_note = f"{name!r} is scored without shared prompts: {packing.reason}"
+            packing_note = f"{name!r} is scored without shared prompts, which is slower: {packing.reason}"
             notes += (packing_note,)
     if options.compile:
         body_of(policy).compile(dynamic=True)  # scoring calls the body, not the model's own forward
@@ -191,10 +193,11 @@ def _resolve_device(name: str, section: str) -> torch.device:
     try:
         device = torch.device(name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     except RuntimeError:
-        raise KeelError(f"unknown {section}.device {name!r}: use cpu, cuda or cuda:N, or auto") from None
+        raise KeelError(f"unknown {section}.device {name!r}: use cpu, cuda, cuda:N or auto") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise KeelError(
-            f"{section}.device is {device}, but there are {torch.cuda.device_count()} CUDA devices: use cpu, or auto"
+            f"{section}.device is {device}, but this machine has {torch.cuda.device_count()} CUDA devices: use cpu or "
+            "auto"
         )
     return device
 
@@ -209,7 +212,7 @@ def resolve_dtype(name: str, device: torch.device, section: str = "model") -> tu
         return torch.float32, ()
     if has_bfloat16(device):
         return "auto", ()
-    note = "this GPU has no bfloat16: the weights are float32; optim.precision=float16 is faster"
+    note = "this GPU has no bfloat16, so the weights are float32; optim.precision=float16 would be faster"
     return torch.float32, (note,)
 
 
@@ -218,10 +221,11 @@ def _quantization_kwargs(bits: str | None, loader: Loader, device: torch.device,
     if bits is None:
         return None
     if loader is not _from_transformers:
-        raise KeelError(f"{section}.quantization={bits} needs a transformers folder or hub name")
+        raise KeelError(f"{section}.quantization={bits} works only with a transformers folder or a hub name")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise KeelError(
-            f"{section}.quantization={bits} needs bitsandbytes, which is not installed: install it, or leave it out"
+            f"{section}.quantization={bits} needs bitsandbytes, which is not installed: install bitsandbytes, or "
+            "leave this option out"
         )
     from transformers import BitsAndBytesConfig
 
@@ -315,7 +319,7 @@ def describe_source(name: str) -> str:
     """A model's name as errors show it: as a folder or as a hub name."""
     if Path(name).expanduser().exists():
         return f"the folder {name}"
-    return f"{name!r} (no such folder here, so a hub name)"
+    return f"{name!r} (not a local folder, so a hub name)"
 
 
 def _cannot_load(name: str, error: Exception) -> KeelError:

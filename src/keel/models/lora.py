@@ -32,7 +32,7 @@ def check_adapter(options: LoraOptions | None) -> None:
     if not (folder / "adapter_config.json").is_file():
         raise KeelError(
             f"no adapter at lora.adapter={options.adapter!r}: the folder needs an adapter_config.json; "
-            "give the folder that save_pretrained wrote, or leave adapter out for a fresh one"
+            "give the folder that save_pretrained wrote, or leave lora.adapter out to train a new adapter"
         )
 
 
@@ -60,7 +60,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
             folder = str(Path(options.adapter).expanduser())
             saved = PeftConfig.from_pretrained(folder)
             if not isinstance(saved, LoraConfig):
-                raise KeelError(f"the adapter at {options.adapter!r} is {saved.peft_type}, not LoRA: give a LoRA one")
+                raise KeelError(f"the adapter at {options.adapter!r} has type {saved.peft_type}: give a LoRA adapter")
             check_bias(saved, f"the adapter at {options.adapter!r}")
             saved.lora_dropout = options.dropout
             saved.inference_mode = False
@@ -76,7 +76,7 @@ def check_bias(config: Any, what: str) -> None:
     """Refuse LoRA that trains biases of the base, because the reference uses the same base."""
     bias = getattr(config, "bias", "none")
     if bias != "none":
-        raise KeelError(f"{what} has bias={bias!r}, which trains the base model itself: use LoRA with bias='none'")
+        raise KeelError(f"{what} has bias={bias!r}, which trains biases of the base model: use LoRA with bias='none'")
 
 
 def check_unmerged(model: nn.Module) -> None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class LoraOptions(Options):
     """LoRA: W + (alpha / r)·B·A on each target layer. An existing `adapter` keeps its own r, alpha and targets."""
 
-    r: PositiveInt = Field(default=16, description="Rank of the update, in dimensions.")
-    alpha: PositiveFloat = Field(default=32.0, description="Scale of the update; it is multiplied by alpha / r.")
+    r: PositiveInt = Field(default=16, description="Rank r of the LoRA matrices A and B.")
+    alpha: PositiveFloat = Field(default=32.0, description="LoRA alpha: the update is multiplied by alpha / r.")
     dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Dropout probability on the adapter's input; above 0 the KL at step 0 is not 0."
     )
@@ -28,7 +28,7 @@ class LoraOptions(Options):
         default="all-linear", description="Layers to adapt: all-linear or names of layers."
     )
     adapter: str | None = Field(
-        default=None, description="Folder of an existing adapter to continue; null for a fresh one."
+        default=None, description="Folder of an existing adapter to continue; null trains a new adapter."
     )
 
 
@@ -40,25 +40,26 @@ class ModelOptions(Options):
     )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
-        description="Type of the weights; auto is float32 on the CPU and the checkpoint's own elsewhere.",
+        description="Dtype of the weights; auto is float32 on a CPU, else the checkpoint's dtype.",
     )
     device: str = Field(
-        default="auto", description="Where the model runs: auto (CUDA where present), cpu, cuda or cuda:N."
+        default="auto", description="Where the model runs: auto (CUDA if available), cpu, cuda or cuda:N."
     )
     attn_implementation: str = Field(
-        default="sdpa", description="Attention of transformers: sdpa, eager, flash_attention_2…"
+        default="sdpa", description="Attention implementation of transformers: sdpa, eager, flash_attention_2…"
     )
     lora: LoraOptions | None = Field(default=None, description="LoRA settings; null trains all weights.")
     quantization: Literal["4bit", "8bit"] | None = Field(
         default=None,
-        description="Bits of the frozen base under LoRA (QLoRA; needs bitsandbytes); null for none.",
+        description="Quantization of the frozen base under LoRA (QLoRA; needs bitsandbytes); null is off.",
     )
     dropout: Flag = Field(default=False, description="Keep the model's own dropout; then the KL at step 0 is not 0.")
     gradient_checkpointing: Flag = Field(
-        default=False, description="Recompute activations: less memory, about 30 % slower."
+        default=False, description="Recompute activations in the backward pass: less memory, about 30 % slower."
     )
     scorer: str = Field(
-        default="native", description="The scorer of tokens' log-probabilities: native, or a user's module:attr."
+        default="native",
+        description="Function that computes the tokens' log-probabilities: native, or your own module:attr.",
     )
     compile: Flag = Field(default=False, description="Compile the model with torch.compile.")
     trust_remote_code: Flag = Field(default=False, description="Run Python code that comes with the model.")

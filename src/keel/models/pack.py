@@ -298,7 +298,9 @@ def check_groups(groups: Sequence[Group], context_length: int | None = None) -> 
     for group in groups:
         name = f"problem {group.problem.key!r}"
         if not group.prompt_tokens:
-            raise KeelError(f"{name} has an empty prompt: the first token needs at least one token before it (BOS)")
+            raise KeelError(
+                f"{name} has an empty prompt: the first token needs at least one token before it, such as BOS"
+            )
         if not group.completions:
             raise KeelError(f"{name} has a group with zero completions: give at least one, or leave the group out")
         if group.rewards and len(group.rewards) != len(group.completions):

@@ -37,7 +37,7 @@ def has_bfloat16(device: torch.device) -> bool:
 def check_bfloat16(option: str, dtype: torch.dtype | None, device: torch.device, instead: str) -> None:
     """Refuse bfloat16 if the GPU only emulates it."""
     if dtype == torch.bfloat16 and not has_bfloat16(device):
-        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (Ampere or later is needed): use {instead}")
+        raise KeelError(f"{option}=bfloat16: this GPU has no bfloat16 (it needs Ampere or later); use {instead}")
 
 
 def matmul_eps(model: nn.Module) -> float:
@@ -141,7 +141,7 @@ def judge(
     for seed in range(DRAWS):
         draws.append(draw(seed))
         if not bool(draws[-1].plain.isfinite().all()):
-            return "the model's own numbers are not finite"
+            return "the model's own outputs are not finite"
         fault = _fault(_medians(draws) if routed else _joined(draws), exact, slack)
         if fault is None or _clearly_wrong(draws[0], exact, slack):
             return fault
@@ -166,13 +166,13 @@ def has_experts(model: nn.Module) -> bool:
 def _fault(errors: Errors, exact: float, slack: float) -> str | None:
     fast, plain = _rms(errors.fast), _rms(errors.plain)
     if not fast <= slack * max(MOST_ERROR * plain, exact):
-        return f"its error is {fast:.2g} of the spread, the plain path's {plain:.2g}"
+        return f"its error is {fast:.2g} standard deviations, and that of the plain path {plain:.2g}"
     over = errors.fast / errors.plain.clamp(min=plain).mul(MOST_AT_A_POSITION).clamp(min=exact)
     if float(over.max()) <= slack:
         return None
     worst = int(over.argmax())
     return (
-        f"its error is {float(errors.fast[worst]):.2g} of the spread at a position, the plain path's "
+        f"its error at one position is {float(errors.fast[worst]):.2g} standard deviations, and that of the plain path "
         f"{float(errors.plain[worst]):.2g}"
     )
 

@@ -143,7 +143,7 @@ def refuse_unsupported_attention(kwargs: Mapping[str, Any]) -> None:
     """Raise for arguments that change the attention pattern, so that the caller uses the model's own attention."""
     unusual = sorted(name for name, value in kwargs.items() if value is not None and name not in _BENIGN)
     if unusual:
-        raise NotImplementedError(f"attention with {', '.join(unusual)}")
+        raise NotImplementedError(f"attention with {', '.join(unusual)} is not supported")
 
 
 def _attention(
@@ -250,7 +250,7 @@ def structured_unsupported_reason(body: Any) -> str | None:
     if getattr(body, "_compiled_call_impl", None):
         return "it is compiled"
     if body.training and any(not isinstance(context, RecomputeContext) for context in _recompute_contexts(body)):
-        return "its gradient checkpointing does not use RecomputeContext"
+        return "its gradient checkpointing does not use Keel's RecomputeContext"
     return None
 
 

@@ -145,7 +145,9 @@ def probe_packing(
                 fault = fault or trial.fault(shared_prefix=True)
                 max_error = max(max_error, trial.largest)
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as failure:  # includes KeelError
-                reason = f"{name} refuses shared-prefix rows ({first_line(failure)}): one row per completion"
+                reason = (
+                    f"{name} raises an error for shared-prefix rows ({first_line(failure)}): one row per completion"
+                )
                 return PackingProbe(False, float("inf"), reason, length, window)
     refusal = _refusal(model, fault, windows, reachable)
     if refusal:
@@ -177,7 +179,10 @@ def _refusal(model: nn.Module, fault: str | None, windows: list[int], reachable:
     if len(reachable) < len(windows):
         return f"has local attention of {windows[-1]} tokens, which is too long to probe"
     if windows and matmul_eps(model) > torch.finfo(torch.float32).eps:
-        return f"has local attention of {windows[0]} tokens, and its dtype's rounding would hide an ignored window"
+        return (
+            f"has local attention of {windows[0]} tokens, and its dtype is too coarse to check that shared-prefix "
+            "rows respect it"
+        )
     return None
 
 
@@ -194,8 +199,8 @@ def _check_long_windows(
         elif longest is not None:
             raise KeelError(
                 f"{type(causal_lm(model)).__name__} has local attention of {window} tokens, which is too long to "
-                f"check, and the job reaches {longest}: shorten prompt and completion to {window} tokens, or give a "
-                "scorer of your own as module:attr"
+                f"check, and prompt plus completion may have {longest}: limit them to {window} tokens, or "
+                "set model.scorer to your own function (module:attr)"
             )
 
 
@@ -236,8 +241,8 @@ class _Trial:
         if fault is not None:
             _check_function_of_the_past(self.model, self.groups()[0])
             raise KeelError(
-                f"{type(causal_lm(self.model)).__name__}: log-probabilities of padded rows are off from the model's "
-                f"own logits ({fault}): give a scorer of your own as module:attr"
+                f"{type(causal_lm(self.model)).__name__}: log-probabilities of padded rows differ from the model's "
+                f"own logits ({fault}): set model.scorer to your own function (module:attr)"
             )
 
     def _errors(self, seed: int, *, shared_prefix: bool) -> Errors:
@@ -282,7 +287,7 @@ def _check_function_of_the_past(model: nn.Module, group: Group) -> None:
     if differs(again):
         raise KeelError(
             f"{name} gives different logits for the same tokens in a second call, so it cannot be scored: "
-            "remove random noise in eval mode, or state kept between calls"
+            "remove randomness in eval mode and state that is kept between calls"
         )
     if differs(past):
         raise KeelError(
@@ -346,9 +351,9 @@ def _as_keel_error(model: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:  # third-party models may raise anything
         raise KeelError(
-            f"{type(causal_lm(model)).__name__} cannot be scored: its forward of rows of tokens ends in "
-            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that reads "
-            "input_ids alone, or give a scorer of your own as module:attr"
+            f"{type(causal_lm(model)).__name__} cannot be scored: its forward raised "
+            f"{type(error).__name__}: {first_line(error).rstrip('.')}; load a causal language model that needs only "
+            "input_ids, or set model.scorer to your own function (module:attr)"
         ) from error
 
 

@@ -131,7 +131,10 @@ def score_hidden(
     if temperature <= 0:
         raise KeelError(f"temperature must be positive for scoring, got {temperature}")
     if compared and ref_hidden is not None and len(ref_hidden) != len(tokens):
-        raise KeelError(f"ref_hidden scores {len(ref_hidden)} tokens, this batch has {len(tokens)}: pack both alike")
+        raise KeelError(
+            f"ref_hidden has states for {len(ref_hidden)} tokens, this batch has {len(tokens)}: pack both in the same "
+            "way"
+        )
     if chunk_tokens is None:
         weight = getattr(head.module, "weight", None)
         chunk_tokens = default_chunk(len(weight) if weight is not None else 2**17, hidden.device)
@@ -232,7 +235,7 @@ def build_scorer(name: str) -> Scorer | None:
     if name == "native":
         return None
     if not is_import_path(name):
-        raise KeelError(f"model.scorer is {name!r}: it must be native or a scorer module:attr")
+        raise KeelError(f"model.scorer is {name!r}: it must be native or a module:attr")
     scorer: Scorer = import_object(name, "scorer")
     try:
         inspect.signature(scorer).bind(None, None, temperature=1.0)
@@ -252,8 +255,8 @@ def score_with(scorer: Scorer, model: nn.Module, packed: PackedBatch, *, tempera
         if not isinstance(value, Tensor) or value.shape != packed.action_mask.shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise KeelError(
-                f"the scorer returned {name} of {shape}: give {tuple(packed.action_mask.shape)}, one value per token "
-                "of the completion (rows.completion selects them)"
+                f"the scorer returned {name} of {shape}: return {tuple(packed.action_mask.shape)}, one value per "
+                "token of the completion (rows.completion selects them)"
             )
         value = at_least_fp32(value)
         checked[name] = torch.where(packed.completion_mask, value, value.new_zeros(()))

@@ -77,8 +77,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     body = body_of(model)
     if length_regimes(body) is not None:
         raise KeelError(
-            f"{type(body).__name__} needs a number of passes that depends on a batch's lengths (rotary scaling), which "
-            "sharded processes cannot synchronise: use parallel.sharding=none"
+            f"{type(body).__name__} needs one pass per range of lengths (rotary scaling), so sharded processes would "
+            "make different numbers of passes: use parallel.sharding=none"
         )
     head_of(model)  # measure head and structured attention by a forward before sharding
     with torch.autocast(next(body.parameters()).device.type, dtype=amp_dtype, enabled=amp_dtype is not None):
@@ -89,7 +89,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, *, amp_dtype: torch.dtype | None =
     precision: dict[str, Any] = {} if amp_dtype is None else {"mp_policy": mixed}
     blocks = transformer_blocks(body)
     if not blocks:
-        raise KeelError(f"{type(body).__name__} has no list of layers to shard by: use parallel.sharding=none")
+        raise KeelError(f"cannot find the list of layers of {type(body).__name__}: use parallel.sharding=none")
     root = Sharded(model)
     sharded: list[Any] = [fully_shard(block, **options, **precision) for block in blocks]
     # The remaining modules are gathered in their own dtype; autocast casts them as in a single process.

@@ -36,7 +36,7 @@ def check_tokenizer(tokenizer: Any, model: nn.Module, name: str) -> tuple[str, .
     check_eos(tokenizer, name)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used (padding is masked)",)
+        notes = (f"the tokenizer of {name!r} has no pad token: {tokenizer.eos_token!r} is used; padding is masked",)
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     if len(tokenizer) > rows:
         raise KeelError(
@@ -254,8 +254,8 @@ class _Tags:
 
 def control_token_refused(token: str, where: str) -> KeelError:
     return KeelError(
-        f"{where} holds {token!r}, which the tokenizer makes a control token: remove it, or set "
-        "data.allow_control_tokens=true if it is intended, as in prompts rendered beforehand"
+        f"{where} contains {token!r}, which the tokenizer reads as a control token: remove it, or set "
+        "data.allow_control_tokens=true if it is intended, as in prompts that a chat template has already rendered"
     )
 
 

@@ -118,11 +118,13 @@ class Collector:
         own = self._groups(self.world.shard(problems), {"seed": self.seed, "attempt": attempt, "step": step})
         groups = of_all(self.world, own, self.judge, recorded, problems)
         if problems and not groups:
-            raise KeelError(f"every group of step {step} was skipped, the last for reward {self.judge.failures[-1]}")
+            raise KeelError(
+                f"every group of step {step} was skipped; the last failure is reward {self.judge.failures[-1]}"
+            )
         if problems and not any(any(c.action) for group in groups for c in group.completions):
             raise KeelError(
-                f"no episode of step {step} has a token of the model: task {self.task.name!r} ended each one before "
-                "its first call of the model"
+                f"no episode of step {step} called the model: task {self.task.name!r} ended each one before its first "
+                "call"
             )
         if self.release:
             self.engine.release()
@@ -253,7 +255,7 @@ def _check_appended(turn: Turn, prompt: tuple[int, ...], trajectory: _Trajectory
     if turn.request.tokens != (*prompt, *trajectory.tokens):
         raise KeelError(
             f"problem {turn.request.key!r}: turn {len(trajectory.turns) + 1} continues other tokens than the prompt "
-            "and the turns before it: the engine must continue the request's token ids as they are"
+            "and the turns before it: the engine must return each request with its token ids unchanged"
         )
 
 
@@ -333,7 +335,7 @@ def _counts(episode: Episode) -> dict[str, float]:
     counts = {str(name): float(count) for name, count in episode.counts().items()}
     odd = next((name for name, count in counts.items() if not math.isfinite(count)), None)
     if odd is not None:
-        raise CallFailed("invalid", f"gave {odd}={counts[odd]}: it must be a finite number")
+        raise CallFailed("invalid", f"returned {odd}={counts[odd]}: it must be a finite number")
     return counts
 
 
@@ -353,7 +355,7 @@ def check_context(
     for problem, prompt in zip(problems, prompts, strict=True):
         if context is not None and len(prompt) < context < len(prompt) + sampling.max_completion_length:
             raise KeelError(
-                f"problem {problem.key!r}: {len(prompt)} prompt tokens and {sampling.max_completion_length} new ones "
+                f"problem {problem.key!r}: {len(prompt)} prompt tokens and {sampling.max_completion_length} new tokens "
                 f"exceed the model's context of {context}: set rollout.max_completion_length to "
                 f"{context - len(prompt)} or less"
             )

@@ -131,8 +131,8 @@ def turn_by_turn(
         if requested != returned:
             raise KeelError(
                 f"the engine {type(engine).__name__} was asked for {sum(requested)} completions of {len(requested)} "
-                f"requests and returned {sum(returned)} of {len(returned)}: its generate must return as many as each "
-                "request draws"
+                f"requests and returned {sum(returned)} of {len(returned)}: generate must return one completion for "
+                "each requested sample"
             )
         turns = [
             Turn(request, sample, completion)

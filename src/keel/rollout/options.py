@@ -30,21 +30,22 @@ class VllmOptions(Options):
 
     mode: Literal["colocate", "server"] = Field(
         default="colocate",
-        description="colocate: in the training process, asleep during the update; server: behind keel serve.",
+        description="colocate: vLLM runs in the training process and sleeps during the update; server: it runs in "
+        "keel serve.",
     )
     url: tuple[str, ...] | str | None = Field(
         default=None,
-        description="Address of the server, such as http://127.0.0.1:8000; a list of servers shares the problems.",
+        description="Address of the server, such as http://127.0.0.1:8000; servers in a list share the problems.",
     )
     secret: str | None = Field(
         default=None, description="The server's shared secret, preferably $NAME of an environment variable."
     )
     tensor_parallel_size: PositiveInt = Field(
-        default=1, description="GPUs that share one sampler's model (keel serve)."
+        default=1, description="Number of GPUs over which one server's model is split (keel serve)."
     )
     gpu_memory_utilization: Annotated[Float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Share of a GPU's memory for the sampler's weights, keys and values; null is 0.3 when "
+        description="Share of a GPU's memory for vLLM's weights and KV cache; null is 0.3 when "
         "colocated, else the default of keel serve.",
     )
     max_model_len: PositiveInt | None = Field(
@@ -52,8 +53,8 @@ class VllmOptions(Options):
     )
     transfer: Literal["http", "nccl"] = Field(
         default="http",
-        description="How full weights go to a server: http as files; nccl to other GPUs (experimental: not run on a "
-        "GPU yet), for a server of keel serve --transfer nccl. Adapters always go as files.",
+        description="How full weights are sent to a server. http: as files; nccl: from GPU to GPU, to a server of "
+        "keel serve --transfer nccl (experimental: not run on a GPU yet). Adapters are always sent as files.",
     )
     cuda_graphs: bool = Field(
         default=True, description="Let vLLM compile and use CUDA graphs: a slower start, faster steps."
@@ -77,11 +78,17 @@ class RolloutOptions(Options):
     prompts_per_step: PositiveInt = Field(
         default=16, description="Problems per step; each gives one group of completions."
     )
-    num_generations: PositiveInt = Field(default=8, description="Completions per problem, compared with each other.")
-    temperature: Temperature = Field(default=1.0, description="Sampling temperature; KL is between policies at it.")
-    top_p: Annotated[Float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus probability kept; 1 is off.")
-    top_k: NonNegativeInt = Field(default=0, description="Most probable tokens kept; 0 is off.")
-    min_p: Fraction = Field(default=0.0, description="Least probability kept, as a share of the largest; 0 is off.")
+    num_generations: PositiveInt = Field(default=8, description="Completions per problem; they form one group.")
+    temperature: Temperature = Field(
+        default=1.0, description="Sampling temperature; the KL uses the distributions at this temperature."
+    )
+    top_p: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Nucleus sampling: total probability of the kept tokens; 1 is off."
+    )
+    top_k: NonNegativeInt = Field(default=0, description="Number of most probable tokens that are kept; 0 is off.")
+    min_p: Fraction = Field(
+        default=0.0, description="Keep tokens with at least this share of the largest probability; 0 is off."
+    )
     max_completion_length: PositiveInt = Field(
         default=64, description="Largest number of tokens of a completion, over all turns and replies."
     )
@@ -91,16 +98,16 @@ class RolloutOptions(Options):
     )
     join_turns: bool = Field(
         default=True,
-        description="Answered episodes join those still being sampled; false: all are answered together, which suits "
-        "slow tools.",
+        description="Answered episodes join those that are still being sampled; false: all episodes are answered "
+        "together, which suits slow tools.",
     )
     overlap_tools: bool = Field(
         default=False,
         description="Sample at most half of the unfinished episodes at a time, while the tools of the others run.",
     )
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Texts that end a turn.")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(default=(), description="Strings that end a turn.")
     max_batch: PositiveInt | None = Field(
-        default=None, description="Completions sampled at a time; null for all of them."
+        default=None, description="Completions sampled at a time; null is all of them."
     )
     kv_cache_gib: NonNegativeFloat = Field(
         default=1.0,
@@ -119,7 +126,7 @@ class RolloutOptions(Options):
         default=True, description="Decode with CUDA graphs if the model allows it (Llama-shaped, on a GPU)."
     )
 
-    vllm: VllmOptions = Field(default=VllmOptions(), description="Where vLLM samples, with rollout.engine=vllm.")
+    vllm: VllmOptions = Field(default=VllmOptions(), description="Where and how vLLM runs, with rollout.engine=vllm.")
 
     @property
     def filtered(self) -> bool:

@@ -290,7 +290,7 @@ class PlayCollector(Collector):
         if list(sampled) != known:
             raise KeelError(
                 f"{self.task.name}: completion {key[1]} of a problem has other sampled tokens than the engine drew: "
-                "its program must pass on what the endpoint answers"
+                "its program must not change the tokens that the endpoint returns"
             )
         if not any(action):
             return None
@@ -359,6 +359,7 @@ def _common_prompt(problem: Problem, episodes: Iterable[PlayedEpisode]) -> tuple
     prompt = tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*heads, strict=False)))
     if heads and not prompt:
         raise KeelError(
-            f"problem {problem.key!r}: the contexts of its episodes begin with different tokens, so they are no group"
+            f"problem {problem.key!r}: the contexts of its episodes begin with different tokens, so they cannot form "
+            "a group"
         )
     return prompt

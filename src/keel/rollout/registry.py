@@ -112,7 +112,7 @@ def check_rollout(rollout: RolloutOptions, *, placed: bool = False) -> None:
     for name, readers in READ_BY.items():
         if chosen.name not in readers and getattr(rollout, name) != type(rollout).model_fields[name].default:
             raise KeelError(
-                f"rollout.{name} is for the engine {' and '.join(readers)}: leave it out with "
+                f"rollout.{name} is for the engine {' or '.join(readers)}: leave it out with "
                 f"rollout.engine={chosen.name}"
             )
     if chosen.name == "vllm":
@@ -144,7 +144,9 @@ def check_vllm(rollout: RolloutOptions, *, placed: bool = False) -> None:
     if own and not placed and options.urls != (PLACEHOLDER_URL,):
         flag = f"--{own[0].removeprefix('vllm.').replace('_', '-')}"
         flag = "--no-cuda-graphs" if flag == "--cuda-graphs" else flag
-        raise KeelError(f"rollout.{own[0]} is an option of the server: leave it out, and give keel serve {flag}")
+        raise KeelError(
+            f"rollout.{own[0]} is an option of the server: leave it out here, and start keel serve with {flag}"
+        )
 
 
 def _changed(options: Options, names: Sequence[str]) -> list[str]:

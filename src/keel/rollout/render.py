@@ -122,7 +122,9 @@ class Renderer:
         base = [{"role": "user", "content": "."}, {"role": "assistant", "content": _CONTENT}]
         _, content, after = self._fill([*base, *messages], key).partition(_CONTENT)
         if not content:
-            raise KeelError("the chat template drops the assistant's turns: several turns need one that keeps them")
+            raise KeelError(
+                "the chat template drops the assistant's turns: use a template that keeps them, or rollout.max_turns=1"
+            )
         return after
 
     @cached_property
@@ -192,7 +194,9 @@ def _messages(prompt: Sequence[Mapping[str, str]], key: str) -> Messages:
     for message in prompt:
         valid = isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
         if not valid:
-            raise KeelError(f"problem {key!r}: a prompt is a text, or messages that each have a role and a content")
+            raise KeelError(
+                f"problem {key!r}: a prompt must be a text, or messages that each have a role and a content"
+            )
     return [dict(message) for message in prompt]
 
 

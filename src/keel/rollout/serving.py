@@ -47,7 +47,7 @@ class CallQueue:
             if self.closed:
                 raise Unavailable("the endpoint is shutting down")
             if len(self.waiting) >= MAX_WAITING:
-                raise Unavailable(f"{MAX_WAITING} requests wait already: send this one later")
+                raise Unavailable(f"{MAX_WAITING} requests are already waiting: send this one again later")
             self._add(call)
             self.changed.notify_all()
 
@@ -142,7 +142,7 @@ class EngineServer:
             raise context_exceeded(len(tokens), context)
         limit = body.sampling_params.max_tokens or room
         if limit is None:
-            raise KeelError("request.sampling_params.max_tokens is required: the model has no largest context")
+            raise KeelError("request.sampling_params.max_tokens is required, because the model's context has no limit")
         return Call(request_of(body, noise, start=noise.position, limit=limit), sampling_of(body, self.max_batch))
 
     def stop(self) -> None:

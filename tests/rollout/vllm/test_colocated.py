@@ -243,12 +243,12 @@ def test_nothing_of_other_weights_is_read_from_the_cache(vllm: type[FakeLLM]) ->
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is not a number")],
+    [({"token": 260}, "the token 260 of 260"), ({"logp": float("nan")}, "a log-probability that is not finite")],
 )
 def test_what_cannot_be_trained_on(vllm: type[FakeLLM], change: dict[str, Any], message: str) -> None:
     engine, _, llm = built(vllm)
     vars(llm).update(change)
-    with pytest.raises(KeelError, match=f"vLLM in this process gives {message}"):
+    with pytest.raises(KeelError, match=f"vLLM in this process .*{message}"):
         engine.generate([Request("p", (1, 2))], SAMPLING)
 
 

@@ -158,9 +158,9 @@ class NativeEngine(Engine):
         longest = len(request.tokens) + request.limit(sampling)
         if self._verified_length is not None and longest > self._verified_length:
             raise KeelError(
-                f"problem {request.key!r} may reach {longest} tokens and {type(causal_lm(self._policy)).__name__} is "
-                f"verified to decode correctly up to {self._verified_length}, a window that no probe could cross: "
-                "shorten prompt and completion"
+                f"problem {request.key!r} may reach {longest} tokens, but the decoding of "
+                f"{type(causal_lm(self._policy)).__name__} is verified only up to {self._verified_length} tokens, "
+                "because its attention window is too long to probe: shorten prompt and completion"
             )
 
     def _run(

@@ -227,7 +227,7 @@ class DecodeGraphs:
 def graph_obstacle(model: Any) -> str | None:
     """Why a step of this model cannot be a CUDA graph, or None."""
     if not next(model.parameters()).is_cuda:
-        return "it is not on a CUDA device"
+        return "the model is not on a CUDA device"
     return None if has_fixed_rotations(model) else "its rotary tables change with the context length"
 
 

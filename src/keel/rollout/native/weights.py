@@ -127,7 +127,7 @@ def _check_not_merged_and_off(policy: nn.Module) -> None:
     """Refuse adapters that are merged and disabled, because peft would unmerge them in the next forward."""
     for name, layer in adapter_layers(policy):
         if layer.disable_adapters and getattr(layer, "merged_adapters", ()):
-            raise KeelError(f"the adapter of {name} is merged and switched off at once: call unmerge_adapter() first")
+            raise KeelError(f"the adapter of {name} is both merged and disabled: call unmerge_adapter() first")
 
 
 def weights_layout(model: nn.Module) -> tuple[Any, ...]:

@@ -76,12 +76,14 @@ def engine_arguments(
 def start_error(error: Exception, share: str) -> KeelError:
     """The error for a failed start of vLLM. If memory was short, it names `share`, the option of vLLM's share."""
     line = first_line(error)
-    return KeelError(f"vLLM could not start on this model: {line}{f' ({share})' if 'memory' in line.lower() else ''}")
+    return KeelError(
+        f"vLLM could not start on this model: {line}{f' (memory option: {share})' if 'memory' in line.lower() else ''}"
+    )
 
 
 def _lora_rank(rank: int) -> int:
     """The smallest supported rank of vLLM that is at least `rank`."""
     sizes = (8, 16, 32, 64, 128, 256, 320, 512)
     if rank > sizes[-1]:
-        raise KeelError(f"an adapter of rank {rank}: vLLM takes them up to rank {sizes[-1]}")
+        raise KeelError(f"an adapter has rank {rank}, but vLLM supports at most rank {sizes[-1]}")
     return next(size for size in sizes if size >= rank)

@@ -146,7 +146,9 @@ class ServerSampler(VllmSampler):
             )
         odd = next((name for name, kind in _STATUS.items() if not isinstance(status.get(name), kind)), None)
         if odd is not None:
-            raise KeelError(f"{server} has the {odd} {status.get(odd)!r}, so it is not keel serve: start keel serve")
+            raise KeelError(
+                f"{server} reports {odd}={status.get(odd)!r}, so it is not keel serve: start keel serve there"
+            )
         own, theirs = model_facts(causal_lm(self._model).config), status["model"]
         if name := first_difference(own, theirs):
             raise ModelMismatch(
@@ -168,7 +170,7 @@ class ServerSampler(VllmSampler):
         for name in ("dtype", "parts"):
             if status[name] != first[name]:
                 raise KeelError(
-                    f"{server} differs from {self.servers[0]} in its {name}: start all with the same options"
+                    f"{server} differs from {self.servers[0]} in its {name}: start all servers with the same options"
                 )
         server.status = status
 
@@ -279,7 +281,9 @@ class ServerSampler(VllmSampler):
         self._tries |= {row.id: self._tries.get(row.id, 0) + 1 for row in rows}
         tries = max(self._tries[row.id] for row in rows)
         if tries > TRIES:
-            raise KeelError(f"{server} was lost {TRIES} times over the same completions ({error}): see its log")
+            raise KeelError(
+                f"{server} was lost {TRIES} times while it sampled the same completions ({error}): see its log"
+            )
         time.sleep(0.2 * (tries - 1))  # the server may be shutting down
         self._events.append(("sampler/lost", f"{server} was lost ({error}); its {len(rows)} rows are sampled again"))
         server.alive = False
@@ -339,7 +343,7 @@ class ServerSampler(VllmSampler):
             server.alive = True
         except ServerLost as error:
             if server.alive:
-                self._events.append(("sampler/lost", f"{server} was lost in a sync ({error})"))
+                self._events.append(("sampler/lost", f"{server} was lost during a sync ({error})"))
             server.alive = back = False
         if back:
             self._events.append(("sampler/back", f"{server} is back and has the weights of this sync"))

@@ -105,7 +105,7 @@ class ColocatedSampler(VllmSampler):
             ended = [sampled(output.request_id, output.outputs[0]) for output in engine.step() if output.finished]
             if ended:
                 return [check_sampled(result, self.info.vocabulary, _NAME) for result in ended]
-        raise KeelError(f"{_NAME} has ended without a result for some completions: run it again, and see its log")
+        raise KeelError(f"{_NAME} ended without a result for some completions: see its log, and start the run again")
 
     def cancel(self) -> None:
         engine = self._llm.llm_engine

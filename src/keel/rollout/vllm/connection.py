@@ -61,7 +61,10 @@ class SamplingServer:
                 for chunk in response.iter_bytes():
                     content += chunk
                     if len(content) > ANSWER_BYTES:
-                        raise KeelError(f"{self} sends too long an answer: start keel serve there")
+                        raise KeelError(
+                            f"{self} sends an answer of more than {ANSWER_BYTES} bytes, so it is not keel serve: "
+                            "start keel serve there"
+                        )
                 return response.status_code, bytes(content)
 
         deadline_s = deadline_s or timeout_s + CONNECT_S
@@ -70,7 +73,7 @@ class SamplingServer:
         except httpx2.RequestError as error:
             raise ServerLost(first_line(error) or type(error).__name__) from error
         except TransferBroken:
-            raise ServerLost(f"no whole answer in {deadline_s:.0f} s") from None
+            raise ServerLost(f"no complete answer in {deadline_s:.0f} s") from None
         return self.read(code, content)
 
     def client(self, timeout_s: float) -> Any:
@@ -96,7 +99,7 @@ class SamplingServer:
         if data.get("loading"):
             raise Loading("its weights are being loaded")
         if code == 409:
-            raise ServerLost(data["error"] if data.get("busy") else "it has other weights, as after a restart")
+            raise ServerLost(data["error"] if data.get("busy") else "it has other weights; it may have restarted")
         if code == 503:
             raise ServerLost(str(data.get("error")))
         if code != 200 or "error" in data:
@@ -123,7 +126,7 @@ def addresses(urls: Sequence[str]) -> list[str]:
         except httpx2.InvalidURL as error:
             raise KeelError(f"rollout.vllm.url is {url!r}, which is not a valid URL ({error})") from None
         if address.scheme not in ("http", "https") or not address.host or any(map(str.isspace, url)):
-            raise KeelError(f"rollout.vllm.url is {url!r}: write it as http://127.0.0.1:8000")
+            raise KeelError(f"rollout.vllm.url is {url!r}: it must look like http://127.0.0.1:8000")
         name = str(address).rstrip("/")
         if name in parsed:
             raise KeelError(f"rollout.vllm.url names the same server twice, {parsed[name]} and {url}: leave one out")
@@ -157,7 +160,10 @@ def parse_sampled(server: SamplingServer, line: str, vocabulary: int) -> Sampled
     except (ValueError, KeyError, TypeError) as error:
         raise KeelError(f"{server} answers {line[:40]!r}, which is not a completion: start keel serve there") from error
     if not len(tokens) == len(before) == len(after):
-        raise KeelError(f"{server} gives {len(tokens)} tokens and {len(before)} and {len(after)} log-probabilities")
+        raise KeelError(
+            f"{server} returned {len(tokens)} tokens with {len(before)} unfiltered and {len(after)} filtered "
+            "log-probabilities"
+        )
     return check_sampled(result, vocabulary, str(server))
 
 
@@ -169,6 +175,6 @@ def whole_lines(chunks: Iterable[bytes], silence_s: float) -> Iterator[str]:
         now = time.monotonic()
         last_line = now if lines else last_line
         if now - last_line > silence_s or len(rest) > ANSWER_BYTES:
-            raise ServerLost("its answer has no end of line")
+            raise ServerLost("a line of its answer is too long or did not end in time")
         yield from (line.decode(errors="replace") for line in lines)
     yield rest.decode(errors="replace")

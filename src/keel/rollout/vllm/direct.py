@@ -121,7 +121,8 @@ def sender(call: Call, device: torch.device, workers: int, timeout_s: float) -> 
         return NcclSender(call, device, workers, timeout_s)
     except ImportError as error:
         raise KeelError(
-            f"rollout.vllm.transfer=nccl needs vLLM beside the training too ({error}): install it, or use http"
+            f"rollout.vllm.transfer=nccl needs vLLM in the training process too ({error}): install it there, or use "
+            "http"
         ) from error
 
 

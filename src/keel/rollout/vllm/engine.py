@@ -132,8 +132,8 @@ def check_sampled(result: Sampled, vocabulary: int, sampler: str) -> Sampled:
     odd = next((token for token in result.tokens if not 0 <= token < vocabulary), None)
     numbers = (*result.sample_logp, *result.filtered_logp)
     if odd is not None or not all(math.isfinite(logp) for logp in numbers):
-        what = "a log-probability that is not a number" if odd is None else f"the token {odd} of {vocabulary}"
-        raise KeelError(f"{sampler} gives {what}: its samples cannot be trained on")
+        what = "a log-probability that is not finite" if odd is None else f"the token {odd} of {vocabulary}"
+        raise KeelError(f"{sampler} returned {what}: its samples cannot be used for training")
     return result
 
 

@@ -129,7 +129,7 @@ def merge_worker_digests(workers: Iterable[dict[str, str]]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for worker in workers:
         if other := next((part for part in worker if digests.get(part, worker[part]) != worker[part]), None):
-            raise StaleWeights(f"two workers of the sampler hold different weights of {other}: start it again")
+            raise StaleWeights(f"two workers of the sampler hold different weights of {other}: restart the sampler")
         digests |= worker
     return digests
 
@@ -140,8 +140,8 @@ def check_buffers(policy: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 raise KeelError(
-                    f"the model has the buffer {f'{path}.{name}'.lstrip('.')} beside its parameters, which is not sent "
-                    "to vLLM: use rollout.engine=native"
+                    f"the model has the buffer {f'{path}.{name}'.lstrip('.')} beside its parameters, which Keel does "
+                    "not send to vLLM: use rollout.engine=native"
                 )
 
 
@@ -167,7 +167,8 @@ def check_digests(held: dict[str, str], expected: dict[str, str], sampler: str, 
             "another policy"
         )
     raise ModelMismatch(
-        f"{sampler} serves another model than the one under the policy's adapter: {differ}; start it on the run's model"
+        f"{sampler} serves another base model than the one under the policy's adapter: {differ}; start it on the "
+        "run's model"
     )
 
 
