@@ -258,7 +258,7 @@ def test_an_unknown_head_is_refused() -> None:
         return out
 
     model.forward = twisted
-    with pytest.raises(KeelError, match="cannot reproduce the logits.*model.scorer"):
+    with pytest.raises(KeelError, match=r"cannot reproduce the logits.*model\.scorer"):
         head_of(model)
 
 

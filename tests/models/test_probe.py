@@ -113,7 +113,7 @@ def test_a_head_that_changes_after_it_was_measured_is_caught() -> None:
         return out
 
     model.forward = shifted
-    with pytest.raises(KeelError, match="padded rows.*model.scorer"):
+    with pytest.raises(KeelError, match=r"padded rows.*model\.scorer"):
         probe_packing(model)
 
 
