@@ -304,7 +304,7 @@ def test_a_redirect_to_another_origin_is_not_followed(
     try:
         redirecting(server, other.url + "?from=here", status)
         judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
-        with pytest.raises(KeelError, match=rf"redirects to {other.url}, another origin.*rewards\.url") as caught:
+        with pytest.raises(KeelError, match=rf"redirects to {other.url}.*rewards\.url") as caught:
             totals(judge, "7")
     finally:
         other.http.shutdown()
@@ -313,23 +313,15 @@ def test_a_redirect_to_another_origin_is_not_followed(
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_redirect_to_another_scheme_is_not_followed(server: Server) -> None:
-    redirecting(server, server.url.replace("http://", "https://"), 307)
-    with pytest.raises(KeelError, match=r"redirects to https://.*another origin"):
-        totals(judge_of(server.url), "7")
-
-
-@pytest.mark.parametrize("status", [307, 308])
-def test_a_redirect_within_the_origin_keeps_body_and_headers(
-    server: Server, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", "s3cret-token")
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_within_the_server_is_refused_with_its_address(server: Server, status: int) -> None:
+    """A followed 302 turns the POST into a GET without the body, and the score is that of an empty request."""
+    asked: list[str] = []
+    server.http.RequestHandlerClass.do_GET = lambda self: asked.append(self.path)  # type: ignore[attr-defined]
     redirecting(server, "/judge/", status)
-    judge = judge_of(server.url, headers={"Authorization": "Bearer $JUDGE_TOKEN"})
-    assert totals(judge, "7") == [1.0]
-    assert server.paths == ["/judge/"]
-    assert server.asked[0]["completion"] == "7"
-    assert server.headers[0]["Authorization"] == "Bearer s3cret-token"
+    with pytest.raises(KeelError, match=rf"redirects to {server.url}/.*rewards\.url"):
+        totals(judge_of(server.url), "7")
+    assert (server.asked, asked) == ([], [])
 
 
 def test_the_query_comes_from_the_environment_too(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

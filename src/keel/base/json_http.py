@@ -1,4 +1,4 @@
-"""HTTP requests with JSON answers. Redirects to other origins are refused, failures retried, time and size limited."""
+"""HTTP requests with JSON answers. Redirects are refused, failures retried, time and size limited."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urljoin, urlsplit, urlunsplit
 from urllib.request import getproxies, proxy_bypass
 
 from keel.base.redact import UnsetVariable, expand_env
@@ -82,28 +82,26 @@ def ask(
 
     target = httpx2.URL(_filled(url, option))
 
-    def same_origin(request: httpx2.Request) -> None:
-        """Refuse redirects to another origin, which would get the tokens in the headers."""
-        if (request.url.scheme, request.url.host, request.url.port) != (target.scheme, target.host, target.port):
-            raise RequestFailed(
-                f"{shown(url)} redirects to {shown(str(request.url))}, another origin, which does not get the request; "
-                f"if that is the right server, set {option} to it"
-            )
-
     with httpx2.Client(
         headers={"Content-Type": "application/json", **_headers(headers, option)},
         timeout=timeout_s,
         verify=certificates(trust_env=True),
-        follow_redirects=True,
-        event_hooks={"request": [same_origin]},
+        follow_redirects=False,  # a followed 301, 302 or 303 becomes a GET without the body
     ) as client:
         content = None if body is None else json.dumps(body).encode()
         for attempt in range(retries + 1):
             try:
-                status, data = _exchange(client, target, content, timeout_s, max_bytes)
+                response, data = _exchange(client, target, content, timeout_s, max_bytes)
             except httpx2.RequestError as error:
                 cause = f"cannot be reached: {_why(error)}"
             else:
+                status = response.status_code
+                if response.has_redirect_location:
+                    moved = _joined(str(target), response.headers["Location"])
+                    raise RequestFailed(
+                        f"{shown(url)} redirects to {moved} (status {status}), and redirects are not followed: "
+                        f"set {option} to the address that answers"
+                    )
                 if 200 <= status < 300:
                     return _json(data, url, max_bytes)
                 cause = f"answered with status {status}"
@@ -116,8 +114,8 @@ def ask(
 
 def _exchange(
     client: httpx2.Client, url: httpx2.URL, content: bytes | None, timeout_s: float, max_bytes: int
-) -> tuple[int, bytes]:
-    """Status and data of one request; the time limit covers the whole answer."""
+) -> tuple[httpx2.Response, bytes]:
+    """The response to one request and its data; the time limit covers the whole answer."""
     import httpx2
 
     ends = time.monotonic() + timeout_s
@@ -129,7 +127,15 @@ def _exchange(
                 raise httpx2.ReadTimeout("timed out")
             if len(data) > max_bytes:
                 break
-    return response.status_code, bytes(data)
+    return response, bytes(data)
+
+
+def _joined(url: str, location: str) -> str:
+    """The address that a redirect points to, for messages."""
+    try:
+        return shown(urljoin(url, location))
+    except ValueError:
+        return "an address that cannot be read"
 
 
 def _json(data: bytes, url: str, max_bytes: int) -> Any:
