@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from keel.base.files import json_lines, read_json, read_records, unreadable_lines
+from keel.base.files import json_lines, read_json, read_records, unreadable_lines, write_atomic
 
 LINES = (b'\xef\xbb\xbf{"a": 1}', b"  ", b'{"a": NaN}', b'[1, "x"]', b'{"a": "\xff"}', b'{"a": 2')
 
@@ -42,3 +44,13 @@ def test_what_recursion_could_not_walk_is_no_record(depth, read, tmp_path) -> No
     file.write_text(nested(depth) + "\n")
     assert (len(read_records(file)), unreadable_lines(file)) == ((1, []) if read else (0, [1]))
     assert (read_json(file) is not None) == read
+
+
+def test_threads_that_write_one_file_leave_one_of_their_texts(tmp_path) -> None:
+    path = tmp_path / "state.json"
+    texts = [letter * 20_000 for letter in "abcdefgh"]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for _ in range(20):
+            list(pool.map(lambda text: write_atomic(path, text), texts))
+            assert path.read_text() in texts
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import threading
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -64,7 +65,7 @@ def one_line_errors(doing: str) -> Iterator[None]:
 def write_atomic(path: Path, data: bytes | str, mode: int = 0o666) -> None:
     """Replace a file atomically: write a temporary file beside it, fsync, rename, sync the folder."""
     with one_line_errors(f"cannot write {path}"):
-        name = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        name = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             with os.fdopen(handle, "wb") as file:
