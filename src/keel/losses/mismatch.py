@@ -83,15 +83,19 @@ def mismatch_weights(
 def mismatch_metrics(
     old_logp: Tensor, sample_logp: Tensor | None, mask: Tensor, options: MismatchOptions
 ) -> dict[str, Metric]:
-    """The effective sample size of the unclipped weights, and the fraction of tokens beyond the limits."""
+    """The effective sample size of the unclipped weights, and the fraction of tokens beyond the limits.
+
+    The kind `none` has no limits.
+    """
     tokens = mask.sum()
     if sample_logp is None:
         return {"mismatch/ess": EffectiveSampleSize(tokens, tokens, tokens), "mismatch/capped_fraction": Mean(0.0, 1.0)}
     ratio = mismatch_ratio(old_logp, sample_logp, mask, options.level)
     weights = select(ratio.double(), mask)
+    capped = mask.new_zeros(()) if options.kind == "none" else ~_within(ratio, options) & mask
     return {
         "mismatch/ess": EffectiveSampleSize(weights.sum(), weights.square().sum(), tokens),
-        "mismatch/capped_fraction": Mean((~_within(ratio, options) & mask).sum(), tokens),
+        "mismatch/capped_fraction": Mean(capped.sum(), tokens),
     }
 
 
