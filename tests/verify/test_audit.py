@@ -13,41 +13,41 @@ from keel.verify import audit, load_callable, parse_formula
 from keel.verify.oracle import random_bandits
 
 KL, REVERSE = "policy||ref", "ref||policy"
-# formula: value, in loss, in reward, off-policy in loss, off-policy in reward
+NEAR = f"near {KL}"
+# formula: value; on-policy in loss, advantage, reward; off-policy in loss, advantage, reward
 VERDICTS = {
-    "exp(ref - logp) - (ref - logp) - 1": (KL, REVERSE, "none", "none", "none"),
-    "logp - ref": (KL, "zero", KL, "none", KL),
-    "exp(logp - ref) * (logp - ref)": ("none", "none", "none", "none", "none"),
-    "exp(logp - ref) - (logp - ref) - 1": ("none", "none", "none", "none", "none"),
-    "(logp - ref)**2 / 2": ("none", KL, "none", "none", "none"),
-    "exp(logp - old) * (exp(ref - logp) - 1 - (ref - logp))": (KL, KL, "none", KL, "none"),
-    "exp(logp - old) * (logp - ref)": (KL, KL, KL, KL, "none"),
-    "detach(exp(logp - old)) * (logp - ref)**2 / 2": ("none", KL, "none", KL, "none"),
-    "detach(exp(logp - old)) * (logp - ref)": (KL, "zero", KL, "zero", "none"),
-    "detach(exp(logp - old)) * (exp(ref - logp) - 1 - (ref - logp))": (KL, REVERSE, "none", REVERSE, "none"),
-    "exp(logp - old) * (logp - ref)**2 / 2": ("none", "none", "none", "none", "none"),
-    "exp(ref - logp) * (ref - logp)": (REVERSE, "none", "none", "none", "none"),
-    "detach(logp - ref)": (KL, "zero", KL, "zero", KL),
-    "2 * (logp - ref)": ("none", "zero", "none", "none", "none"),
-    "clamp(logp - ref, -1, 1)": ("none", "none", "none", "none", "none"),
-    "logp - old": ("none", "zero", "zero", "none", "none"),
-    "0": ("none", "zero", "zero", "zero", "zero"),
-    "7": ("none", "zero", "zero", "zero", "zero"),
+    "exp(ref - logp) - (ref - logp) - 1": (KL, REVERSE, "none", "none", f"near {REVERSE}", "none", "none"),
+    "logp - ref": (KL, "zero", KL, KL, "away", KL, NEAR),
+    "logp - ref + 0.1": ("none", "zero", KL, "none", "away", KL, "none"),
+    "abs(logp - ref)": ("none", "total-variation", "none", "none", "near total-variation", "none", "none"),
+    "exp(logp - ref) * (logp - ref)": ("none",) * 7,
+    "exp(logp - ref) - (logp - ref) - 1": ("none",) * 7,
+    "(logp - ref)**2 / 2": ("none", KL, "none", "none", NEAR, "none", "none"),
+    "exp(logp - old) * (exp(ref - logp) - 1 - (ref - logp))": (KL, KL, "none", "none", KL, "none", "none"),
+    "exp(logp - old) * (logp - ref)": (KL, KL, KL, KL, KL, NEAR, NEAR),
+    "detach(exp(logp - old)) * (logp - ref)**2 / 2": ("none", KL, "none", "none", KL, "none", "none"),
+    "detach(exp(logp - old)) * (logp - ref)": (KL, "zero", KL, KL, "zero", NEAR, NEAR),
+    "detach(exp(logp - old)) * (exp(ref - logp) - 1 - (ref - logp))": (
+        *(KL, REVERSE, "none", "none"),
+        *(REVERSE, "none", "none"),
+    ),
+    "exp(logp - old) * (logp - ref)**2 / 2": ("none",) * 7,
+    "exp(ref - logp) * (ref - logp)": (REVERSE, *("none",) * 6),
+    "detach(logp - ref)": (KL, "zero", KL, KL, "zero", KL, NEAR),
+    "2 * (logp - ref)": ("none", "zero", "none", "none", "none", "none", "none"),
+    "clamp(logp - ref, -1, 1)": ("none",) * 7,
+    "logp - old": ("none", "zero", "zero", "zero", "away", "none", "none"),
+    "0": ("none", *("zero",) * 6),
+    "7": ("none", "zero", "zero", "none", "zero", "zero", "none"),
 }
 
 
 @pytest.mark.parametrize(("formula", "expected"), VERDICTS.items())
 def test_verdict_on_known_formulas(formula, expected):
     report = audit(parse_formula(formula), formula)
-    off = report["off_policy"]
-    got = (
-        report["value"]["estimates"],
-        report["in_loss"]["gradient"],
-        report["in_reward"]["gradient"],
-        off["in_loss"]["gradient"],
-        off["in_reward"]["gradient"],
-    )
-    assert got == expected
+    places = ("in_loss", "in_advantage", "in_reward")
+    verdicts = [results[place]["gradient"] for results in (report, report["off_policy"]) for place in places]
+    assert (report["value"]["estimates"], *verdicts) == expected
     json.dumps(report, allow_nan=False)
 
 
@@ -55,7 +55,8 @@ def test_report_has_the_promised_form():
     report = audit(parse_formula("logp - ref"), "logp - ref")
     assert set(report) >= {"formula", "value", "in_loss", "in_reward", "off_policy", "overflows_at", "advice"}
     assert set(report["value"]) >= {"estimates", "bias", "std", "nonnegative"}
-    for entry in (report["in_loss"], report["in_reward"], *report["off_policy"].values()):
+    of_old = [report["off_policy"][place] for place in ("in_loss", "in_advantage", "in_reward")]
+    for entry in (report["in_loss"], report["in_advantage"], report["in_reward"], *of_old):
         assert set(entry) >= {"gradient", "relative_error"}
 
 
@@ -345,7 +346,7 @@ def log_softmax(logits):
 
 def enumerate_verdicts(formula, bandits):
     """Value, bias and gradients from the definitions alone: sums over outcomes; ∂logp_y/∂θ_i = 1[y=i] − π_i."""
-    places = ["value", "loss", "reward", "off loss", "off reward"]
+    places = ["value", "loss", "advantage", "off loss", "off advantage"]
     close = {place: {KL: True, REVERSE: True, "zero": True} for place in places}
     biases, lowest = {KL: [], REVERSE: []}, np.inf
     for bandit in bandits:
@@ -357,7 +358,7 @@ def enumerate_verdicts(formula, bandits):
         for prefix, old in (("", here), ("off ", sampler)):
             names = {"logp": Dual(here, 1.0), "ref": Dual(ref), "old": Dual(old), **NUMPY}
             f = Dual.of(eval(formula, {"__builtins__": {}}, names)) + Dual(np.zeros_like(here))
-            gradients = {"loss": (np.exp(old) * f.slope) @ jacobian, "reward": (pi * f.value) @ jacobian}
+            gradients = {"loss": (np.exp(old) * f.slope) @ jacobian, "advantage": (pi * f.value) @ jacobian}
             for place, measured in gradients.items():
                 for name in (KL, REVERSE):
                     error = np.linalg.norm(measured - targets[name]) / np.linalg.norm(targets[name])
@@ -394,10 +395,11 @@ def test_fuzzed_formulas_agree_with_an_independent_enumeration():
         got = [
             report["value"]["estimates"],
             report["in_loss"]["gradient"],
-            report["in_reward"]["gradient"],
+            report["in_advantage"]["gradient"],
             off["in_loss"]["gradient"],
-            off["in_reward"]["gradient"],
+            off["in_advantage"]["gradient"],
         ]
+        got = [verdict if verdict in seen else "none" for verdict in got]  # the enumeration knows only the KLs
         verdicts, bias, lowest = enumerate_verdicts(formula, bandits)
         assert got == verdicts, formula
         assert report["value"]["bias"] == pytest.approx(bias, rel=1e-6, abs=1e-8), formula

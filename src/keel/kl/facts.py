@@ -69,6 +69,7 @@ class Fact:
     value: str
     expected_gradient: str
     level: str = "token"
+    bare_score: bool = False  # the gradient contains a multiple of ρ·s, whose expectation is 0 only under equal weights
 
 
 # For an estimator's own gradient in the loss, per token. estimator: {weight: (expectation on-policy, off-policy)}
@@ -171,12 +172,19 @@ def _value_of(estimator: str, form: str, sampling: str) -> str:
     return _VALUE[estimator] if summed or sampling == "on" or "rho" in form else "none"
 
 
+def _has_bare_score(estimator: str, form: str) -> bool:
+    """Whether k1 gives the gradient: that of ρ·k1 is ρ·(u + 1)·s, and that of k1 alone is s."""
+    gradient = parse_gradient(form)
+    return (gradient.carrier or estimator) == "k1"
+
+
 def _rows() -> tuple[Fact, ...]:
     rows = []
     for estimator, forms in _LOSS.items():
         for form, verdicts in forms.items():
             for sampling, verdict in zip(("on", "off"), verdicts, strict=True):
-                rows.append(Fact(estimator, "loss", sampling, form, _value_of(estimator, form, sampling), verdict))
+                value, scored = _value_of(estimator, form, sampling), _has_bare_score(estimator, form)
+                rows.append(Fact(estimator, "loss", sampling, form, value, verdict, bare_score=scored))
     for placement in ("reward", "advantage"):
         for estimator, verdict in _SCORE.items():
             for sampling in ("on", "off"):
@@ -221,8 +229,8 @@ def under_reduction(verdict: str, reduction: str, *, with_score: bool = False) -
 
     A mean over each completion weights its tokens by 1/length, and the length depends on the sampled tokens. A correct
     gradient then becomes approximate, and a zero gradient becomes nonzero. `with_score` means that the gradient
-    contains a plain score ρ·s, such as ρ·(u + 1)·s of ρ·k1. Its expectation is zero under equal weights. Weighted by
-    1/length, it favours longer completions.
+    contains a multiple of ρ·s, such as ρ·(u + 1)·s of ρ·k1. Its expectation is zero under equal weights. Weighted by
+    1/length, it favours longer or shorter completions.
     """
     if reduction != "sequence_mean":
         return verdict
@@ -325,9 +333,8 @@ def check_pairing(
             f"pairing: {_advice(placement, level, custom)}, or set kl.allow_biased=true"
         )
     per_sequence = placement == "loss" and level == "sequence"  # every loss averages such a term over sequences
-    scored = form.weight == "rho" and (form.carrier or estimator) == "k1"
     averaged = "token_mean" if per_sequence else reduction
-    verdict = under_reduction(fact.expected_gradient, averaged, with_score=scored) if fact else "wrong"
+    verdict = under_reduction(fact.expected_gradient, averaged, with_score=fact.bare_score) if fact else "wrong"
     meaning = MEANINGS[verdict] if fact else "unproven"
     policy = "off-policy" if off_policy else "on-policy"
     how = f"gradient={form}, level={level}" if key == str(form) else f"level={level}"

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.kl.facts import POLICY_REF, REF_POLICY
+from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
+from keel.kl.placement import advantage_penalty, kl_score_loss, reward_penalty
+from keel.kl.ratios import select
 from keel.verify.formula import UserCallable
+from keel.verify.losses import EnumeratedCompletions, completions
 from keel.verify.oracle import (
     OFF,
     ON,
     Bandit,
     Formula,
+    SequenceWorld,
     gradient_in_loss,
     gradient_in_reward,
     moments,
     random_bandits,
     relative_error,
+    sequence_world,
 )
 
 EQUAL = 1e-8  # relative tolerance; enumeration in float64 has errors of about 1e-13
+NEARLY_EQUAL = 1e-4  # relative tolerance in the limit of a sampler that equals the policy
 DIRECTIONS = (POLICY_REF, REF_POLICY)
 OVERFLOW_LIMIT = 10_000.0  # nats; a formula that is finite up to this log-ratio is called safe
 
@@ -48,37 +54,59 @@ KNOWN: dict[str, Formula] = {
 def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | None = None) -> dict[str, Any]:
     """Audit one formula: value, gradients and overflow as plain data (`keel verify --formula … --json`).
 
-    A value or gradient is named only if it equals the named quantity on every one of several random distributions.
-    `bias` and `std` are relative to the closer of the two KLs, for the worst distribution. A callable that computes in
-    fp32 or less is compared at that precision.
+    A value or gradient is named only if it equals the named quantity on every one of several random problems. In the
+    loss and in the advantage the problems have one token. In the reward, and in the advantage at sequence level, they
+    are completions of different lengths, because there a token's value is counted once per token. `near X` means that
+    the gradient tends to X as the sampler tends to the policy. `bias` and `std` are relative to the closer of the two
+    KLs, for the worst distribution. A callable that computes in fp32 is compared at that precision.
     """
     bandits = random_bandits() if bandits is None else bandits
     equal, precision = EQUAL, "float64"
     if isinstance(formula, UserCallable):
         precision = str(formula.dtype).removeprefix("torch.")
+        if formula.dtype not in (torch.float32, torch.float64):
+            raise KeelError(f"{text} returns {precision}, too coarse to audit: compute in float32 or float64")
         equal = EQUAL if formula.dtype == torch.float64 else 1e3 * torch.finfo(formula.dtype).eps
         formula = formula.formula
     _check_usable(formula, text, bandits)
-    value = _value(formula, bandits, equal)
-    targets = [bandit.kl_gradients for bandit in bandits]
+    one_token = [(bandit, bandit.kl_gradients) for bandit in bandits]
+    sequences = [(world, _sequence_gradients(world)) for world in _sequence_worlds()]
 
-    def gradients(gradient_of: Callable[[Formula, Bandit, str], Tensor], sampling: str) -> dict[str, Any]:
-        return _judged([gradient_of(formula, bandit, sampling) for bandit in bandits], targets, equal)
+    def in_loss(bandit: Bandit, sampling: str) -> Tensor:
+        return gradient_in_loss(formula, bandit, sampling)
 
-    in_loss, in_reward = gradients(gradient_in_loss, ON), gradients(gradient_in_reward, ON)
-    off_policy = {
-        "in_loss": gradients(gradient_in_loss, OFF),
-        "in_reward": gradients(gradient_in_reward, OFF),
-        "in_reward_without_ratio": gradients(partial(gradient_in_reward, ratio=False), OFF),
+    def in_advantage(bandit: Bandit, sampling: str) -> Tensor:
+        return gradient_in_reward(formula, bandit, sampling, placement="advantage")
+
+    def in_advantage_sequence(world: SequenceWorld, sampling: str) -> Tensor:
+        return _sequence_gradient(formula, world, sampling, "advantage")
+
+    def in_reward(world: SequenceWorld, sampling: str) -> Tensor:
+        return _sequence_gradient(formula, world, sampling, "reward")
+
+    def in_reward_without_ratio(world: SequenceWorld, sampling: str) -> Tensor:
+        return _sequence_gradient(formula, world, sampling, "reward", ratio=False)
+
+    def gradients(sampling: str) -> dict[str, Any]:
+        return {
+            "in_loss": _judged(in_loss, one_token, sampling, equal),
+            "in_advantage": _judged(in_advantage, one_token, sampling, equal),
+            "in_advantage_sequence": _judged(in_advantage_sequence, sequences, sampling, equal),
+            "in_reward": _judged(in_reward, sequences, sampling, equal),
+        }
+
+    off_policy = gradients(OFF) | {
+        "value": _value(formula, bandits, equal, OFF)["estimates"],
+        "in_reward_without_ratio": _judged(in_reward_without_ratio, sequences, OFF, equal),
     }
     report: dict[str, Any] = {
         "formula": text,
         "known_as": _known_as(formula, bandits, equal),
         "precision": precision,
-        "value": value,
-        "in_loss": in_loss,
-        "in_reward": in_reward,
+        "value": _value(formula, bandits, equal),
+        **gradients(ON),
         "off_policy": off_policy,
+        "bare_score": {place: _has_bare_score(formula, place, equal) for place in ("loss", "advantage")},
         "overflows_at": overflows_at(formula),
     }
     report["advice"] = _advice(report)
@@ -115,11 +143,11 @@ def _size(number: float) -> float:
     return math.inf if math.isnan(number) else abs(number)
 
 
-def _value(formula: Formula, bandits: list[Bandit], equal: float) -> dict[str, Any]:
+def _value(formula: Formula, bandits: list[Bandit], equal: float, sampling: str = ON) -> dict[str, Any]:
     biases: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     stds: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
     for bandit in bandits:
-        mean, std, _ = moments(formula, bandit)
+        mean, std, _ = moments(formula, bandit, sampling)
         for name in DIRECTIONS:
             truth = bandit.kl_values[name]
             biases[name].append((mean - truth) / truth)
@@ -148,25 +176,105 @@ def _nonnegative(formula: Formula, bandits: list[Bandit]) -> bool:
     return True
 
 
-def _judged(gradients: list[Tensor], targets: list[dict[str, Tensor]], equal: float) -> dict[str, Any]:
-    """The divergence whose gradient equals the formula's on every distribution."""
-    errors: dict[str, list[float]] = {name: [] for name in DIRECTIONS}
-    sizes, cosines = [], []
-    for measured, exact in zip(gradients, targets, strict=True):
-        for name in DIRECTIONS:
-            errors[name].append(relative_error(measured, exact[name]))
-        target = exact[POLICY_REF]
-        sizes.append((measured.norm() / target.norm()).item())
-        cosines.append((measured @ target / (measured.norm() * target.norm()).clamp_min(1e-300)).item())
+Problem = TypeVar("Problem", Bandit, SequenceWorld)
+
+
+def _judged(
+    gradient_of: Callable[[Problem, str], Tensor],
+    problems: Sequence[tuple[Problem, Mapping[str, Tensor]]],
+    sampling: str,
+    equal: float,
+) -> dict[str, Any]:
+    """The divergence whose gradient equals the formula's on every problem, or off-policy tends to it."""
+    measured = [gradient_of(problem, sampling) for problem, _ in problems]
+    targets = [of for _, of in problems]
+    sizes = [(each.norm() / of[POLICY_REF].norm()).item() for each, of in zip(measured, targets, strict=True)]
     if max(sizes, key=_size) < equal:
         return {"gradient": "zero", "relative_error": 1.0, "cosine": 0.0}
-    worst = {name: max(values, key=_size) for name, values in errors.items()}
-    nearest = min(DIRECTIONS, key=lambda name: _size(worst[name]))
+    worst = _worst_errors(measured, targets)
+    nearest = min(DIRECTIONS, key=lambda name: worst[name])
+    name = next((name for name in worst if worst[name] < equal), None)
+    if name is None and sampling == OFF:
+        limit = _worst_errors([gradient_of(problem.with_sampler_near(), OFF) for problem, _ in problems], targets)
+        tolerance = max(NEARLY_EQUAL, equal)
+        name = next((near for of in limit if limit[of] < tolerance and (near := f"near {of}") in MEANINGS), None)
+    cosines = [_cosine(each, of[POLICY_REF]) for each, of in zip(measured, targets, strict=True)]
     return {
-        "gradient": nearest if _size(worst[nearest]) < equal else "none",
-        "relative_error": _finite(worst[nearest]),
+        "gradient": name or "none",
+        "relative_error": _finite(worst[name if name in worst else nearest]),
         "cosine": _finite(min(cosines)),
     }
+
+
+def _worst_errors(measured: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """The largest relative error against each target; infinity for NaN."""
+    return {
+        name: max(_size(relative_error(each, of[name])) for each, of in zip(measured, targets, strict=True))
+        for name in targets[0]
+    }
+
+
+def _cosine(first: Tensor, second: Tensor) -> float:
+    return (first @ second / (first.norm() * second.norm()).clamp_min(1e-300)).item()
+
+
+def _sequence_worlds() -> tuple[SequenceWorld, ...]:
+    """Two policies over completions of different lengths."""
+    return sequence_world(), sequence_world(steps=2, vocabulary=3, seed=2, scale=2.0)
+
+
+def _sequence_gradients(world: SequenceWorld) -> dict[str, Tensor]:
+    """The gradients of KL_seq in both directions, from their definitions over all completions."""
+    every = completions(world, ON)
+    policy, ref = every.logp.sum(-1), every.ref.sum(-1)
+    values = {POLICY_REF: policy.exp() * (policy - ref), REF_POLICY: ref.exp() * (ref - policy)}
+    return {name: _table_gradient(value.sum(), every) for name, value in values.items()}
+
+
+def _table_gradient(total: Tensor, every: EnumeratedCompletions) -> Tensor:
+    """∂total/∂θ as one vector; zero if total does not depend on θ."""
+    if not total.requires_grad:
+        return torch.zeros_like(every.theta).flatten()
+    return torch.autograd.grad(total, every.theta, retain_graph=True)[0].flatten()
+
+
+def _sequence_gradient(
+    formula: Formula, world: SequenceWorld, sampling: str, placement: str, *, ratio: bool = True
+) -> Tensor:
+    """The expected gradient of a penalty in the reward, or in the advantage at sequence level, over all completions.
+
+    Σ_y w(y) Σ_t ρ_t·sg(P_t)·s_t, where P_t is the sum of the formula over all tokens (reward) or over those from t on.
+    With `ratio=False` ρ_t is 1.
+    """
+    every = completions(world, sampling)
+    logp = every.logp.detach()
+    old = logp if every.old is None else every.old
+    values = formula(logp, every.ref, old)
+    if placement == "reward":
+        advantage = reward_penalty(values, every.mask, 1.0)
+    else:
+        advantage = advantage_penalty(values, every.mask, 1.0, level="sequence")
+    loss = kl_score_loss(advantage, every.logp, every.mask, old_logp=old if ratio else None)
+    return _table_gradient((every.weights.unsqueeze(-1) * loss).sum(), every)
+
+
+def _has_bare_score(formula: Formula, placement: str, equal: float) -> bool:
+    """Whether the gradient contains a multiple of the score, whose expectation is 0 only under equal weights.
+
+    At a policy that equals its reference and its sampler, a KL has no gradient. There the mean over each completion,
+    which weights tokens by 1/length, leaves the bare score alone.
+    """
+    world = _sequence_worlds()[0]
+    every = completions(replace(world, reference=world.policy, sampler=world.policy), ON)
+    here = every.logp.detach()
+
+    def size(values: Tensor) -> float:
+        means = select(values, every.mask).sum(-1) / every.mask.sum(-1)
+        return _table_gradient((every.weights * means).sum(), every).norm().item()
+
+    values = formula(every.logp, here, here)
+    measured = size(values if placement == "loss" else values.detach() * every.logp)
+    return not measured <= equal * size(every.logp)  # NaN counts as a bare score
 
 
 def _known_as(formula: Formula, bandits: list[Bandit], equal: float) -> str | None:
@@ -228,7 +336,7 @@ def _first_overflow(formula: Formula, grid: Tensor, shift: Shift) -> float | Non
 def _advice(report: dict[str, Any]) -> str:
     """Advice on where to use the formula, or on an alternative."""
     value, loss, reward = report["value"], report["in_loss"]["gradient"], report["in_reward"]["gradient"]
-    off_loss = report["off_policy"]["in_loss"]["gradient"]
+    advantage, off_loss = report["in_advantage"]["gradient"], report["off_policy"]["in_loss"]["gradient"]
     parts = []
     if loss == POLICY_REF:
         parts.append("In the loss it is correct: its expected gradient is ∇KL(policy‖ref).")
@@ -239,14 +347,23 @@ def _advice(report: dict[str, Any]) -> str:
             "In the loss its gradient is ∇KL(ref‖policy), the forward KL; for ∇KL(policy‖ref) use (logp-ref)**2/2, "
             "or exp(logp-old)*(exp(ref-logp)-1-(ref-logp)) which is correct off-policy too."
         )
+    elif loss in MEANINGS and loss != "zero":
+        parts.append(f"In the loss its gradient is {MEANINGS[loss]}, no KL's; use (logp-ref)**2/2 there.")
     elif loss == "zero":
         parts.append("In the loss it regularises nothing: its expected gradient is zero; use (logp-ref)**2/2 there.")
     else:
         cosine = report["in_loss"]["cosine"]
         away = " and can point away from it" if cosine is not None and cosine < 0 else ""
         parts.append(f"In the loss its gradient is no KL's{away}; use (logp-ref)**2/2 there.")
+    if report["bare_score"]["loss"] and loss in DIRECTIONS:
+        parts.append("With kl.reduction=loss under a loss that averages over each completion it depends on the length.")
     if reward == POLICY_REF:
         parts.append("In the reward (detached) it is correct.")
+    elif advantage == POLICY_REF:
+        parts.append(
+            "In the reward it is wrong: its sum over a completion adds a constant for every token, which is a penalty "
+            "or a bonus for length; use logp - ref (detached)."
+        )
     else:
         parts.append("In the reward use logp - ref (detached).")
     if value["estimates"] == POLICY_REF:

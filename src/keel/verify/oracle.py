@@ -138,12 +138,12 @@ def _gradient(total: Tensor, theta: Tensor) -> Tensor:
     return torch.zeros_like(theta) if gradient is None else gradient
 
 
-def moments(formula: Formula, bandit: Bandit) -> tuple[float, float, float]:
-    """Mean, standard deviation and smallest value of a formula on samples from the policy."""
-    logp = bandit.old_logp(ON)
+def moments(formula: Formula, bandit: Bandit, sampling: str = ON) -> tuple[float, float, float]:
+    """Mean, standard deviation and smallest value of a formula on samples from the policy, or from an older one."""
+    logp, old = bandit.old_logp(ON), bandit.old_logp(sampling)
     with torch.no_grad():
-        values = formula(logp, bandit.ref_logp, logp)
-    weights = logp.exp()
+        values = formula(logp, bandit.ref_logp, old)
+    weights = old.exp()
     mean = (weights * values).sum()
     std = (weights * (values - mean).square()).sum().sqrt()
     return mean.item(), std.item(), values.min().item()

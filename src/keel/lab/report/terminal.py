@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keel.doctor.runs import Record, number
+from keel.kl.facts import MEANINGS
 from keel.lab.plots.picture import picture
 from keel.lab.report.rollouts import (
     K1_SAMPLE,
@@ -308,7 +309,6 @@ DIVERGENCES = {
     "policy||ref": "KL(policy‖ref)",
     "ref||policy": "KL(ref‖policy)",
     "none": "not a KL",
-    "zero": "zero",
 }
 
 
@@ -320,10 +320,8 @@ def _number(value: float | None) -> str:
 
 def _gradient(entry: dict[str, Any]) -> str:
     name = entry["gradient"]
-    if name in ("policy||ref", "ref||policy"):
-        return f"∇{DIVERGENCES[name]}"
-    if name == "zero":
-        return "zero: no regularisation"
+    if name in MEANINGS:
+        return f"∇{DIVERGENCES[name]}" if name in DIVERGENCES else MEANINGS[name]
     return f"not a gradient of a KL (off by {_number(entry['relative_error']).lstrip('+')} relative)"
 
 
@@ -340,8 +338,10 @@ def show_audit(report: dict[str, Any], console: Console) -> None:
     table.add_row("bias, std", f"{_number(value['bias'])}, {_number(value['std'])} of {nearest}, worst case")
     table.add_row("sign", "never negative" if value["nonnegative"] else "can be negative")
     table.add_row("in the loss", _gradient(report["in_loss"]))
+    table.add_row("in the advantage", _gradient(report["in_advantage"]))
     table.add_row("in the reward", _gradient(report["in_reward"]))
     table.add_row("in the loss, samples from old", _gradient(off["in_loss"]))
+    table.add_row("in the advantage, samples from old", _gradient(off["in_advantage"]))
     table.add_row("in the reward, samples from old", _gradient(off["in_reward"]))
     overflow = report["overflows_at"]
     table.add_row("overflows fp32 at", "never" if overflow is None else f"a log-ratio of {overflow:g} nats")
