@@ -188,9 +188,9 @@ MISTAKES = [
     (lambda: exact_kl(TWO, torch.zeros(1, 3)), "ref_logprobs has shape (1, 3) but policy_logprobs has (1, 2)"),
     (lambda: exact_kl(TWO, TWO, "sideways"), "unknown direction 'sideways': known: policy_ref, ref_policy"),
     (lambda: exact_kl(TWO.long(), TWO), "policy_logprobs must be floating point"),
-    (lambda: jsd(TWO, TWO, 1.0), "the weight of the JSD must lie between 0 and 1, got 1"),
-    (lambda: topk_kl(TWO, TWO, 0), "k must be between 1 and the vocabulary less one (1), got 0"),
-    (lambda: topk_kl(TWO, TWO, 2), "got 2"),
+    (lambda: jsd(TWO, TWO, 1.0), "the JSD's weight is 1: it must be between 0 and 1"),
+    (lambda: topk_kl(TWO, TWO, 0), "k is 0: it must be from 1 to 1"),
+    (lambda: topk_kl(TWO, TWO, 2), "k is 2"),
     (lambda: topk_kl_unbiased(TWO, TWO, torch.tensor([0.0]), 1), "tokens must be integer ids of shape (1,)"),
     (lambda: topk_kl_unbiased(TWO, TWO, torch.tensor([0, 1]), 1), "tokens must be integer ids of shape (1,)"),
 ]

@@ -235,7 +235,7 @@ def test_build_takes_a_users_logger_and_checks_its_arguments(run):
         (f"{__name__}:METRICS", "it must be a function or a class"),
         ({"name": name, "prefx": 1}, "did you mean 'prefix'"),
         ("builtins:dict", "is not a logger: derive it from keel.loggers.Logger"),
-        (f"{__name__}:make_a_dict", "made a dict: derive it from keel.loggers.Logger"),
+        (f"{__name__}:make_a_dict", "returned a dict: derive it from keel.loggers.Logger"),
     ):
         with pytest.raises(KeelError, match=message):
             build_loggers(log_options(extra=[spec]), run, total_steps=5)

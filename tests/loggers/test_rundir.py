@@ -292,7 +292,7 @@ def test_an_unwritable_place_is_one_line(tmp_path):
         RunDirectory.create(tmp_path / "file" / "run")
     if os.geteuid() != 0:
         (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(KeelError, match="not allowed to write there"):
+        with pytest.raises(KeelError, match="no permission to write there"):
             RunDirectory.create(tmp_path / "closed" / "run")
 
 

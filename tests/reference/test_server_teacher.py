@@ -261,7 +261,7 @@ def renamed(answer: dict[str, Any]) -> tuple[int, Any]:
 
 @pytest.mark.parametrize(
     ("change", "names"),
-    [(renamed, "other tokens"), (without("decoded_token"), "decoded_token")],
+    [(renamed, "another vocabulary"), (without("decoded_token"), "decoded_token")],
     ids=("other tokens", "no text"),
 )
 def test_the_vocabulary_is_checked_token_by_token(server: LogprobServer, change: Any, names: str) -> None:

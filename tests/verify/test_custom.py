@@ -77,7 +77,7 @@ def test_what_is_sound_trains_without_a_permit(estimator, expected):
         ("own_k1", "is zero"),
         ("without_gradient", "is zero"),
         ("reversed_k3", "no divergence"),
-        ("one_number", "one value a token"),
+        ("one_number", "one value per token"),
     ],
 )
 def test_what_is_not_is_refused_by_what_it_does(estimator, words):

@@ -56,9 +56,9 @@ def one_line_errors(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise KeelError(f"{doing}: the disk is full; free some space, then go on with --resume") from error
+            raise KeelError(f"{doing}: the disk is full; free some space, then resume with --resume") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise KeelError(f"{doing}: not allowed to write there; choose another folder with run.dir=...") from error
+            raise KeelError(f"{doing}: no permission to write there; choose another folder with run.dir=...") from error
         raise KeelError(f"{doing}: {error.strerror or error}") from error
 
 

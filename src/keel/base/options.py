@@ -47,7 +47,7 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 def _temperature(value: float) -> float:
     """0 is greedy; dividing logits by less than MIN_TEMPERATURE overflows."""
     if 0 < value < MIN_TEMPERATURE:
-        message = f"0, which is greedy, or at least {MIN_TEMPERATURE:g}: logits divided by less overflow"
+        message = f"0, which is greedy, or at least {MIN_TEMPERATURE:g}; logits divided by a smaller number overflow"
         raise PydanticCustomError("too_cold", "{message}", {"message": message})
     return value
 
@@ -109,7 +109,7 @@ def check_unread_options(options: BaseModel, prefix: str = "") -> None:
             ):
                 fitting = " or ".join(map(dump, item.values))
                 raise KeelError(
-                    f"{prefix}{name}={dump(value)} is not read with {prefix}{item.other}="
+                    f"{prefix}{name}={dump(value)} has no effect with {prefix}{item.other}="
                     f"{dump(getattr(options, item.other))}: leave it out, or set {prefix}{item.other}={fitting}"
                 )
 

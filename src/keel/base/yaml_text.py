@@ -20,7 +20,9 @@ class Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                raise KeelError(f"line {key_node.start_mark.line + 1}: a key must be a word, not {key!r}")
+                raise KeelError(
+                    f"line {key_node.start_mark.line + 1}: a key must be a single word or number, not {key!r}"
+                )
             line = key_node.start_mark.line + 1
             if key in seen and key != "<<":
                 raise KeelError(f"{key!r} is given twice, on lines {seen[key]} and {line}: keep one")

@@ -90,7 +90,7 @@ def evaluate(
     count = 1 if greedy else samples or max(k)
     ks = [n for n in sorted(set(k)) if not greedy or n == 1] or [1]
     if ks[0] < 1 or ks[-1] > count:
-        raise KeelError(f"eval.k is {list(k)} with {count} samples a problem: each k must be from 1 to {count}")
+        raise KeelError(f"eval.k is {list(k)} with {count} samples per problem: each k must be from 1 to {count}")
     sampling = replace(collector.sampling, temperature=temperature, num_generations=count)
     judge = collector.judge if task.prompts_only else collector.judge.with_task_reward(task)
     groups = replace(collector, sampling=sampling, judge=judge).collect(problems)

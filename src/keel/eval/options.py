@@ -12,7 +12,7 @@ class EvalOptions(Options):
     """Evaluation on held-out problems."""
 
     every: NonNegativeInt = Field(
-        default=20, description="Steps between evaluations; 0 evaluates only at the start and the end."
+        default=20, description="Steps between evaluations; 0: only at the start and the end."
     )
     tasks: tuple[TaskOptions | str, ...] = Field(
         default=(), description="Further tasks to evaluate (retention), names or {name, …}."
@@ -22,5 +22,5 @@ class EvalOptions(Options):
         default=(1, 8), min_length=1, description="Values of k for pass@k (completions per problem)."
     )
     temperature: Temperature | None = Field(
-        default=None, description="Sampling temperature; 0 is greedy; null is the rollout's."
+        default=None, description="Sampling temperature; 0: greedy; null: rollout.temperature."
     )

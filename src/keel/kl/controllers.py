@@ -38,11 +38,11 @@ class KLState:
         known = {f.name for f in fields(cls)}
         if set(data) != known:
             wrong = sorted(set(data) ^ known)
-            raise KeelError(f"the controller's saved state does not fit: {', '.join(wrong)} missing or unknown")
+            raise KeelError(f"the controller's saved state does not fit: missing or unknown: {', '.join(wrong)}")
         for name, value in data.items():
             number = isinstance(value, int | float) and math.isfinite(value)
             if not (number or (value is None and name in ("smoothed", "previous_error"))):
-                raise KeelError(f"the controller's saved state does not fit: {name} is {value!r}, no finite number")
+                raise KeelError(f"the controller's saved state does not fit: {name} is {value!r}, not a finite number")
         if data["beta"] < 0:
             raise KeelError(f"the controller's saved state does not fit: beta is {data['beta']!r}, below 0")
         return cls(**data)
@@ -115,7 +115,7 @@ class RuleController:
 
 def _target(target: float) -> float:
     if not (math.isfinite(target) and target > 0):
-        raise KeelError(f"kl.controller.target must be positive, in the controller's unit, got {target}")
+        raise KeelError(f"kl.controller.target must be positive (nats, in the controller's unit), got {target}")
     return target
 
 
@@ -143,7 +143,10 @@ def _within(option: str, value: float, bounds: tuple[float, float]) -> float:
 
 def _can_multiply(beta: float, low: float) -> None:
     if beta == 0 and low == 0:
-        raise KeelError("kl.beta is 0 and this controller multiplies it, so it would stay 0: start above 0, or set low")
+        raise KeelError(
+            "kl.beta is 0, and this controller multiplies β, so β would stay 0: set kl.beta or kl.controller.low "
+            "above 0"
+        )
 
 
 def fixed(

@@ -108,7 +108,7 @@ def call_checked(name: str, function: Callable[..., object], *arguments: Tensor)
     if result.shape != like.shape:
         raise KeelError(
             f"{name} returned shape {tuple(result.shape)} for inputs of {tuple(like.shape)}: "
-            "return one value a token, before any mean or mask"
+            "return one value per token, before any mean or mask"
         )
     if not result.is_floating_point() or result.layout != torch.strided or result.device != like.device:
         raise KeelError(

@@ -48,7 +48,9 @@ def jsd(policy_logprobs: Tensor, ref_logprobs: Tensor, weight: float = 0.5) -> T
     KL(π‖p) as w → 1. Source: GKD 2306.13649, whose β is w.
     """
     if not 0 < weight < 1:
-        raise KeelError(f"the weight of the JSD must lie between 0 and 1, got {weight:g}: use exact or exact_reverse")
+        raise KeelError(
+            f"the JSD's weight is {weight:g}: it must be between 0 and 1; at the limits use exact or exact_reverse"
+        )
     policy, reference = _finite(policy_logprobs, ref_logprobs)
     mixture = torch.logaddexp(policy + math.log1p(-weight), reference + math.log(weight))
     own = (policy.exp() * (policy - mixture)).sum(dim=-1)
@@ -59,7 +61,7 @@ def _split(policy: Tensor, reference: Tensor, k: int, of: str) -> tuple[Tensor, 
     """The top k tokens of policy or reference as a boolean mask `[..., V]` (the head), and the head sum of the KL."""
     vocabulary = policy.shape[-1]
     if not 0 < k < vocabulary:
-        raise KeelError(f"k must be between 1 and the vocabulary less one ({vocabulary - 1}), got {k}")
+        raise KeelError(f"k is {k}: it must be from 1 to {vocabulary - 1}, one less than the vocabulary")
     index = {"policy": policy, "reference": reference}[of].detach().topk(k, dim=-1).indices
     head = torch.zeros_like(policy, dtype=torch.bool).scatter_(-1, index, True)
     terms = policy.exp() * (policy - reference)

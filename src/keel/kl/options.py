@@ -41,7 +41,9 @@ class KLBudget(Options):
     unit: Literal["per_token", "per_sequence"] = Field(
         default="per_token", description="Nats per token or per sequence."
     )
-    action: Literal["warn", "stop", "rollback"] = Field(default="stop", description="What happens when it is exceeded.")
+    action: Literal["warn", "stop", "rollback"] = Field(
+        default="stop", description="What the run does when the KL exceeds the budget."
+    )
 
 
 def _budget(value: Any) -> Any:
@@ -54,24 +56,29 @@ class KLTermOptions(Options):
     """One KL term: estimator, placement and coefficient."""
 
     beta: NonNegativeFloat = Field(
-        default=0.0, description="Coefficient of the KL penalty; 0 means none, KL is still measured."
+        default=0.0,
+        description="Coefficient of the KL penalty; at 0 there is no penalty, and the KL is still measured.",
     )
     estimator: str = Field(
         default="k3",
         description="Estimator of the penalty: k1, k2, k3, abs, exact, exact_reverse, jsd, topk, "
         "topk_unbiased, or module:attr.",
     )
-    gradient: str = Field(default="auto", description="Gradient form; auto picks a correct one for this pairing.")
+    gradient: str = Field(
+        default="auto",
+        description="Gradient form, such as plain, k2 or sg_rho*k2; auto selects a correct one for the estimator.",
+    )
     placement: Literal["loss", "reward", "advantage"] = Field(default="loss", description="Where the penalty enters.")
     level: Literal["token", "sequence"] = Field(
-        default="token", description="Each token is penalised for its own KL, or for the sequence's."
+        default="token",
+        description="token: each token is penalised for its own KL; sequence: also for the KL of later tokens.",
     )
     reduction: Literal["token_mean", "loss"] = Field(
         default="token_mean",
-        description="Mean over all action tokens, so β means the same under every loss; or the loss's own.",
+        description="token_mean: over all action tokens, so β means the same under every loss; loss: as the loss does.",
     )
     log_ratio_clamp: PositiveFloat | None = Field(
-        default=DEFAULT_CLAMP, description="Log-ratios are clamped to ± this many nats; null for no limit."
+        default=DEFAULT_CLAMP, description="Log-ratios are clamped to ± this many nats; null: no limit."
     )
     jsd_weight: Annotated[Float, Field(gt=0, lt=1), RequiresOption("estimator", ("jsd",))] = Field(
         default=0.5, description="The reference's weight in the mixture of jsd, between 0 and 1; 0.5 is symmetric."
@@ -81,7 +88,7 @@ class KLTermOptions(Options):
     )
     ratio_cap: Annotated[Float, Field(ge=1)] | None = Field(
         default=None,
-        description="Largest importance weight of the KL term on off-policy samples; null: none.",
+        description="Largest importance weight of the KL term on off-policy samples; null: no limit.",
     )
     exact: Flag = Field(
         default=False, description="Also compute the exact KL over the whole vocabulary, nats per token."
@@ -121,7 +128,9 @@ class KLTermOptions(Options):
         `acts` (default: `penalizes`) says whether the term is a penalty. If not, biased pairings are accepted.
         """
         if self.reduction == "loss" and self.level == "sequence":
-            raise KeelError("kl.reduction=loss does not apply to kl.level=sequence, a sequence mean: leave it out")
+            raise KeelError(
+                "kl.reduction=loss does not apply to kl.level=sequence, which averages over sequences: leave it out"
+            )
         pairing = check_pairing(
             self.estimator,
             self.placement,
@@ -133,7 +142,10 @@ class KLTermOptions(Options):
             facts=facts,
         )
         if self.ratio_cap is not None and self.estimator == "topk_unbiased":
-            raise KeelError("kl.ratio_cap would shrink the exact head of kl.estimator=topk_unbiased: leave it out")
+            raise KeelError(
+                "kl.ratio_cap does not apply to kl.estimator=topk_unbiased, whose exact part has no weight: "
+                "leave it out"
+            )
         weighted = self.placement != "loss" or self.level == "sequence" or pairing.form.weight is not None
         if self.ratio_cap is not None and not weighted:
             raise KeelError(
@@ -148,24 +160,25 @@ class TeacherOptions(KLTermOptions, PluginOptions):
 
     named_by = ""
 
-    model: str | dict[str, str] = Field(min_length=1, description="The teacher, as reference.model names one.")
+    model: str | dict[str, str] = Field(min_length=1, description="The teacher, named as in reference.model.")
     beta: NonNegativeFloat = Field(default=1.0, description="Coefficient of the KL to the teacher.")
 
 
 class KLOptions(KLTermOptions):
     """The KL term to the reference, its measurement, and an additional KL term to a teacher."""
 
-    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0 is never.")
+    measure_every: NonNegativeInt = Field(default=1, description="Steps between measurements of the KL; 0: never.")
     collect_max: PositiveFloat | None = Field(
         default=None,
-        description="Completions above this KL (nats per token) leave the policy term; their KL penalty stays.",
+        description="Completions above this KL (nats per token) are left out of the policy term and keep their "
+        "KL penalty.",
     )
     budget: Annotated[KLBudget | None, BeforeValidator(_budget)] = Field(
-        default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null for no limit."
+        default=None, description="Largest KL of the run: nats per token, or {max, unit, action}; null: no limit."
     )
     teacher: TeacherOptions | None = Field(
         default=None,
-        description="A teacher beside the reference, with a KL term and a controller of its own; null: none.",
+        description="A teacher in addition to the reference, with its own KL term and controller; null: none.",
     )
 
     def measures(self, step: int) -> bool:
@@ -197,6 +210,6 @@ def check_kl(kl: KLOptions, facts: Sequence[Fact] = ()) -> None:
             raise KeelError(f"{option} needs the measured KL, but kl.measure_every is 0: set it to 1")
     if kl.beta > 0:
         raise KeelError(
-            "kl.measure_every is 0 with kl.beta above 0: the reference pass runs anyway, so measuring is "
-            "free; set kl.measure_every=1, or kl.beta=0"
+            "kl.measure_every is 0 with kl.beta above 0: the reference pass runs anyway, so measuring costs "
+            "nothing: set kl.measure_every=1, or kl.beta=0"
         )

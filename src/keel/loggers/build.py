@@ -183,7 +183,9 @@ def user_logger(part: LoggerOptions, **offered: Any) -> Logger:
     factory = _factory(part)
     logger = make_part(f"log.extra: {part.name}", factory, **_arguments(part, factory, **offered))
     if not isinstance(logger, Logger):
-        raise KeelError(f"log.extra: {part.name} made a {type(logger).__name__}: derive it from keel.loggers.Logger")
+        raise KeelError(
+            f"log.extra: {part.name} returned a {type(logger).__name__}: derive it from keel.loggers.Logger"
+        )
     return logger
 
 

@@ -14,12 +14,14 @@ class WandbOptions(Options):
 
     project: str = Field(default="keel", description="Project of the run.")
     name: str | None = Field(default=None, description="Name of the run; null is run.name.")
-    entity: str | None = Field(default=None, description="User or team; null is the login's own.")
+    entity: str | None = Field(default=None, description="User or team; null: the login's default.")
     mode: Literal["online", "offline", "disabled"] | None = Field(
-        default=None, description="Whether data is sent; null follows the environment."
+        default=None,
+        description="online sends the data, offline stores it, disabled does neither; null: W&B's environment "
+        "variables.",
     )
     id: str | None = Field(
-        default=None, description="Id of the run to continue; null for a new one, kept over resumes."
+        default=None, description="Id of the W&B run to continue; null: a new run, which a resume continues."
     )
     group: str | None = Field(default=None, description="Group of runs that belong together.")
     tags: tuple[str, ...] | None = Field(default=None, description="Tags of the run.")
@@ -43,14 +45,13 @@ class LogOptions(Options):
 
     tensorboard: Flag = Field(default=True, description="Write TensorBoard events to the run's tensorboard folder.")
     wandb: Annotated[WandbOptions | None, BeforeValidator(_wandb)] = Field(
-        default=None, description="Weights & Biases: null, true, a project, or its settings."
+        default=None, description="Weights & Biases: null (off), true, a project's name, or its settings."
     )
     console: Literal["auto", "rich", "plain", "none"] = Field(
-        default="auto", description="Live display on a terminal, plain lines elsewhere; or one of them, or nothing."
+        default="auto",
+        description="rich: a live panel; plain: lines; none: no output; auto: rich on a terminal, plain elsewhere.",
     )
-    rollouts_every: NonNegativeInt = Field(
-        default=1, description="Steps between entries of rollouts.jsonl; 0 is never."
-    )
+    rollouts_every: NonNegativeInt = Field(default=1, description="Steps between entries of rollouts.jsonl; 0: never.")
     extra: tuple[LoggerOptions | str, ...] = Field(default=(), description="Further loggers, module:attr or {name, …}.")
 
     @property

@@ -35,12 +35,16 @@ class MismatchOptions(Options):
     """Importance weights that correct for the difference between sampler and trained model."""
 
     kind: Literal["none", "truncate", "mask", "icepop"] = Field(
-        default="truncate", description="Truncate the weight, mask what is above the cap, or mask outside [floor, cap]."
+        default="truncate",
+        description="truncate: limit weights to cap; mask: drop tokens above cap; icepop: drop tokens outside "
+        "[floor, cap]; none.",
     )
     cap: Annotated[Float, Field(ge=1), RequiresOption("kind", CORRECTING_KINDS)] = Field(
-        default=2.0, description="Largest weight, a ratio of probabilities."
+        default=2.0, description="Largest weight, a ratio of probabilities policy/sampler."
     )
-    floor: Fraction | None = Field(default=None, description="Smallest weight under icepop, a ratio of probabilities.")
+    floor: Fraction | None = Field(
+        default=None, description="Smallest weight of icepop, a ratio of probabilities policy/sampler."
+    )
     level: Annotated[Literal["token", "sequence"], RequiresOption("kind", CORRECTING_KINDS)] = Field(
         default="token", description="Weights per token or per sequence."
     )
@@ -54,34 +58,36 @@ class SharedLossOptions(Options):
         description="policy_gradient, grpo, bnpo, dr_grpo, dapo, gspo, cispo, gmpo, sapo, or module:attr.",
     )
     policy_weight: NonNegativeFloat = Field(
-        default=1.0, description="Weight of the policy term; 0 trains by the KL alone, as in distillation."
+        default=1.0, description="Weight of the policy term; 0 trains with the KL term alone, as in distillation."
     )
     epsilon: NonNegativeFloat | None = Field(
-        default=None, description="Clip range below 1, a ratio; null is the loss's own."
+        default=None, description="Clip range below a ratio of 1; null: the loss's default."
     )
     epsilon_high: NonNegativeFloat | None = Field(
-        default=None, description="Clip range above 1 (cispo: the cap itself); null is epsilon, or the loss's own."
+        default=None,
+        description="Clip range above a ratio of 1 (cispo: the cap itself); null: epsilon, or the loss's default.",
     )
     delta: PositiveFloat | None = Field(
-        default=None, description="Cap of the ratio on the unclipped side; null for none."
+        default=None, description="Largest ratio on the side without a clip; null: no limit."
     )
     scale_rewards: Literal["group", "batch", "none"] | None = Field(
         default=None,
-        description="Divide advantages by the group's or the batch's deviation, or not; null is the loss's own.",
+        description="Divide advantages by the standard deviation of the group or batch; none: no division; "
+        "null: as the loss.",
     )
     baseline: Literal["group_mean", "leave_one_out", "none"] = Field(
         default="group_mean",
-        description="Baseline of rewards: the group's mean, the others' mean, or 0.",
+        description="Subtracted from rewards: the group's mean, the mean of the other completions, or nothing.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="Ratios per token or per sequence; null is the loss's own."
+        default=None, description="Ratios per token or per sequence; null: the loss's default."
     )
     num_iterations: PositiveInt = Field(default=1, description="Passes of updates over each batch of rollouts.")
     mask_truncated_completions: Flag = Field(
-        default=False, description="Leave truncated completions out of the policy term; their KL penalty stays."
+        default=False, description="Leave truncated completions out of the policy term; they keep their KL penalty."
     )
     dynamic_sampling: Flag = Field(
-        default=False, description="Resample groups with equal rewards (DAPO); their KL penalty stays."
+        default=False, description="Resample groups with equal rewards (DAPO); they keep their KL penalty."
     )
     dynamic_sampling_rounds: Annotated[PositiveInt, RequiresOption("dynamic_sampling", (True,))] = Field(
         default=3, description="Maximum further rounds of sampling per step."
@@ -103,7 +109,7 @@ class SapoOptions(Options):
         default=1.0, description="Steepness of sapo's gate where the advantage is positive."
     )
     sapo_temperature_neg: PositiveFloat = Field(
-        default=1.05, description="Steepness of sapo's gate where it is negative."
+        default=1.05, description="Steepness of sapo's gate where the advantage is negative."
     )
 
 

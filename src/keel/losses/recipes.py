@@ -47,7 +47,8 @@ class Recipe:
             _, second = inspect.signature(self.term, eval_str=True).parameters.values()
         except Exception as error:  # the type of a user's options may be any expression
             raise KeelError(
-                f"the type of a loss's options cannot be read: {first_line(error)}; import it at run time"
+                f"the type of a loss's options cannot be read: {first_line(error)}: import the type at run "
+                "time, not under TYPE_CHECKING"
             ) from None
         declared = second.annotation
         if declared in (second.empty, Any):
@@ -147,7 +148,8 @@ def check_loss(loss: LossOptions) -> None:
     check_mismatch(loss.mismatch)
     if loss.dynamic_sampling and loss.baseline == "none":
         raise KeelError(
-            "loss.dynamic_sampling does not apply to loss.baseline=none, where equal rewards have a gradient"
+            "loss.dynamic_sampling does not apply to loss.baseline=none, where equal rewards have a gradient: "
+            "leave one of them out"
         )
 
 

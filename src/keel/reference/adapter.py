@@ -80,9 +80,14 @@ class AdapterWeights:
         try:
             result: Any = set_peft_model_state_dict(self._model, dict(tensors), adapter_name=self._name)
         except RuntimeError as error:
-            raise KeelError("the saved reference adapter has other shapes than this policy's adapter") from error
+            raise KeelError(
+                "the saved reference adapter and this policy's adapter have different shapes: resume with the "
+                "run's own model.lora"
+            ) from error
         if result.unexpected_keys:
-            raise KeelError(f"the saved reference adapter does not fit this policy: {result.unexpected_keys[0]}")
+            raise KeelError(
+                f"the saved reference adapter does not fit this policy, which has no {result.unexpected_keys[0]}"
+            )
 
     def fingerprint(self) -> str:
         with self.model() as model:
@@ -129,7 +134,7 @@ class AdapterWeights:
 
     def _check_same(self, policy: nn.Module) -> None:
         if unwrap(policy) is not self._model:
-            raise KeelError("this reference shares its base with another policy: build it from this one")
+            raise KeelError("this reference was built from another policy: build it from this one")
         check_unmerged(self._model)
 
 
@@ -187,7 +192,7 @@ class DeltaAverage:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         deltas = {key.removeprefix("delta/"): value for key, value in tensors.items() if key.startswith("delta/")}
         if deltas and set(deltas) != set(self._layers):
-            raise KeelError("the saved reference belongs to another model: it averages other layers")
+            raise KeelError("the saved reference belongs to another model, because its layers have other names")
         self._start.load({k.removeprefix("start/"): v for k, v in tensors.items() if k.startswith("start/")})
         device = next(self._model.parameters()).device
         self._deltas = {name: self._stored(delta.to(device, copy=True)) for name, delta in deltas.items()}

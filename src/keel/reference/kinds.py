@@ -255,7 +255,8 @@ def build_reference(kind: str, loaded: LoadedModel, **params: Any) -> Reference:
     reference = make_part(f"reference.kind={kind}", get_reference(kind), loaded, **_arguments(kind, params))
     if not isinstance(reference, Reference):
         raise KeelError(
-            f"reference.kind={kind} made a {type(reference).__name__}: it must have what keel.reference.Reference lists"
+            f"reference.kind={kind} returned a {type(reference).__name__}: it must have the members of "
+            "keel.reference.Reference"
         )
     return reference
 
@@ -282,7 +283,9 @@ def _names(model: str | Mapping[str, str]) -> tuple[str, ...]:
 def _teacher_kind(section: str, model: str | Mapping[str, str]) -> Callable[..., RuleReference]:
     servers = [is_server(name) for name in _names(model)]
     if any(servers) and not all(servers):
-        raise KeelError(f"{section}.model names servers for some tasks only: name servers for all of them, or for none")
+        raise KeelError(
+            f"{section}.model has servers for some tasks and models for others: use servers for all tasks, or for none"
+        )
     return server_teacher if any(servers) else teacher
 
 
@@ -295,7 +298,10 @@ def _is_teacher(kind: str, params: Mapping[str, Any]) -> bool:
     of_teachers = {name for factory in TEACHERS.values() for name in inspect.signature(factory).parameters}
     for name in params:
         if name in of_teachers - {"offload", "model"}:
-            raise KeelError(f"reference.{name} applies only with reference.model: set it, or leave {name} out")
+            raise KeelError(
+                f"reference.{name} applies only with reference.model: set reference.model, or leave "
+                f"reference.{name} out"
+            )
     return False
 
 

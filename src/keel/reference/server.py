@@ -103,7 +103,10 @@ class ServerTeacher(FrozenWeights):
     # -- as the weights of a reference ------------------------------------------------------------------------------
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise NoSingleModel(f"{self} is a server, which returns only log-probabilities: this needs the model itself")
+        raise NoSingleModel(
+            f"{self} is a server, which returns only log-probabilities, but the model's weights are needed "
+            "here: use a model that Keel can load"
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return {"probe": self._probe}
@@ -211,7 +214,8 @@ class ServerTeacher(FrozenWeights):
                 raise KeelError(f"{self} returns no decoded_token, which is needed to check its vocabulary")
             if theirs.strip() != mine.strip() and "\ufffd" not in theirs + mine:
                 raise KeelError(
-                    f"{self} has other tokens than {policy.name}: {token} is {theirs!r} there and {mine!r} here; use "
+                    f"{self} has another vocabulary than {policy.name}: token {token} is {theirs!r} there and "
+                    f"{mine!r} here; use "
                     "a teacher with the policy's tokenizer"
                 )
 

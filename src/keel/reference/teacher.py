@@ -55,7 +55,9 @@ class TaskTeachers(FrozenWeights):
         self._teachers = tuple({id(teacher): teacher for teacher in by_task.values()}.values())
 
     def model(self) -> AbstractContextManager[nn.Module]:
-        raise NoSingleModel("teachers by task are several models, but this needs one: name one teacher for all tasks")
+        raise NoSingleModel(
+            "one model is needed here, but each task has its own teacher: name one teacher for all tasks"
+        )
 
     def fingerprint(self) -> str:
         """A digest that does not depend on the order of the tasks."""
@@ -116,14 +118,14 @@ def check_tokens(policy: LoadedModel, teacher: LoadedModel, section: str = "refe
     if mine != theirs:
         differ = min((t for t in {*mine, *theirs} if mine.get(t) != theirs.get(t)), key=str)
         raise KeelError(
-            f"{section}.model={teacher.name} has other tokens than {policy.name}: {differ!r} has id "
-            f"{theirs.get(differ)} there and {mine.get(differ)} here; take a teacher with the policy's tokenizer"
+            f"{section}.model={teacher.name} has another vocabulary than {policy.name}: {differ!r} has id "
+            f"{theirs.get(differ)} there and {mine.get(differ)} here; use a teacher with the policy's tokenizer"
         )
     rows, own = (causal_lm(each.model).get_output_embeddings().weight.shape[0] for each in (teacher, policy))
     if rows < own:
         raise KeelError(
-            f"{section}.model={teacher.name} gives {rows} logits and the policy {own}: the KL is undefined on the "
-            f"policy's last {own - rows}; take a teacher whose head is at least as large"
+            f"{section}.model={teacher.name} gives {rows} logits and the policy gives {own}: the KL is undefined on "
+            f"the policy's last {own - rows}; use a teacher whose head is at least as large"
         )
     if rows > own:
         _cut_head(teacher, own, section)
@@ -136,7 +138,7 @@ def _cut_head(teacher: LoadedModel, rows: int, section: str) -> None:
     if type(head) is not nn.Linear:
         raise KeelError(
             f"{section}.model={teacher.name} has a head of {head.weight.shape[0]} rows where the policy's has {rows}, "
-            f"and it is a {type(head).__name__}, which cannot be cut: take a teacher with as many"
+            f"and it is a {type(head).__name__}, which cannot be cut: use a teacher whose head has {rows} rows"
         )
     with torch.no_grad():
         cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
