@@ -102,7 +102,10 @@ def test_a_reward_that_is_valued_by_the_sampler_is_caught(name):
 def test_a_measurement_that_forgets_its_weights_is_caught(monkeypatch):
     monkeypatch.setattr(samples, "mismatch_ratio", lambda old, *_: torch.ones_like(old))
     failed = {check.fact for check in [*samples.stale(), *samples.filters()] if not check.ok}
-    assert {"measured k1 × π/μ is the policy's KL at μ's prefixes", "k3 weighed by π/q, over KL(policy‖ref)"} <= failed
+    assert {
+        "measured k1 × π/μ is the policy's KL at μ's prefixes",
+        "k3 weighted by π/q, divided by KL(policy‖ref)",
+    } <= failed
 
 
 def test_the_plain_k3_trainer_lands_on_the_forward_optimum():

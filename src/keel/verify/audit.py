@@ -371,7 +371,7 @@ def _advice(report: dict[str, Any]) -> str:
     elif value["estimates"] == REF_POLICY:
         parts.append("As a metric it is an unbiased estimate of KL(ref‖policy), the other direction.")
     else:
-        parts.append("As a metric it is no KL; report exp(ref-logp)-1-(ref-logp).")
+        parts.append("As a metric it estimates no KL; report exp(ref-logp)-1-(ref-logp).")
     if report["overflows_at"] is not None:
         parts.append(
             f"It overflows fp32 at a log-ratio of {report['overflows_at']:g} nats: clamp the log-ratio, not the result."

@@ -105,7 +105,7 @@ def _check_exponent(node: ast.expr) -> None:
     sign = -1 if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else 1
     number = node.operand if isinstance(node, ast.UnaryOp) else node
     if not isinstance(number, ast.Constant) or isinstance(number.value, bool | str | bytes | complex):
-        raise KeelError(f"the exponent {ast.unparse(node)[:60]!r} must be a number: write exp(...) for other powers")
+        raise KeelError(f"the exponent {ast.unparse(node)[:60]!r} must be a number: write other powers with exp(...)")
     _check_number(number)
     if abs(sign * number.value) > MAX_EXPONENT:  # type: ignore[operator]
         raise KeelError(f"the exponent {ast.unparse(node)[:20]} is too large: at most {MAX_EXPONENT}")

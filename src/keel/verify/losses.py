@@ -172,7 +172,7 @@ def _no_longer_zero(world: SequenceWorld) -> Check:
     grpo, dapo = LossOptions(loss_type="grpo"), LossOptions(loss_type="dapo")
     size = (penalty_gradient(enumerated, grpo, kl, by_length).norm() / target(enumerated, "token").norm()).item()
     even = penalty_gradient(enumerated, dapo, kl, alike).norm().item()
-    fact = "grpo: k1 in the loss, plain gradient, reduction loss: zero under token_mean, no longer under 1/length"
+    fact = "grpo: k1 in the loss, plain gradient: zero under reduction token_mean, not zero under 1/length weights"
     ok = size > 1e-3 and even < EXACT and by_length.expected_gradient == "wrong"
     return Check("losses", fact, f"size {size:.3f}", MEANINGS["wrong"], ok)
 

@@ -40,11 +40,11 @@ def stale() -> list[Check]:
     fresh = _drawn_by_old(enumerated)
     now, then, worst = (max(map(error, bandits)) for error in (_reward_now, _reward_then, _cap_bias))
     k1_in_reward = "in the reward, ratio π/μ"
-    bias = f"the weight cut at {CAP:g}: bias over Σ (π − {CAP:g}μ)₊ · max |f|"
+    bias = f"weights capped at {CAP:g}: bias divided by Σ (π − {CAP:g}μ)₊ · max |f|"
     return [
         *(_policy_term(name, enumerated, fresh) for name in LOSSES),
         *(_token_weights(name, enumerated, fresh) for name in LOSSES),
-        _equal(f"k1 of the policy now {k1_in_reward}", now, "∇KL(policy‖ref)"),
+        _equal(f"k1 of the current policy {k1_in_reward}", now, "∇KL(policy‖ref)"),
         _equal(f"k1 of the sampler {k1_in_reward}", then, "∇KL(policy‖ref) − ∇KL(policy‖μ)"),
         Check("stale", bias, f"at most {worst:.3f}", "at most 1", 0 < worst <= 1 + EXACT),
         *_measured(enumerated),
@@ -88,7 +88,7 @@ def _policy_term(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) ->
     """Check that sequence-level weights on μ's samples give the old policy's gradient, under every loss."""
     measured = _term_gradient(name, enumerated, enumerated.weights, "sequence")
     error = relative_error(measured, _term_gradient(name, enumerated, fresh, None))
-    return _equal(f"{name}: stale samples × the sequence's old/μ, against the old policy's own", error)
+    return _equal(f"{name}: policy term on stale samples × the sequence's old/μ, against fresh samples", error)
 
 
 def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) -> Check:
@@ -97,9 +97,9 @@ def _token_weights(name: str, enumerated: EnumeratedCompletions, fresh: Tensor) 
     weighted, unweighted = (
         relative_error(_term_gradient(name, enumerated, enumerated.weights, level), truth) for level in ("token", None)
     )
-    fact = f"{name}: stale samples × the token's old/μ, against the old policy's own"
+    fact = f"{name}: policy term on stale samples × the token's old/μ, against fresh samples"
     shown = f"error {weighted:.3f}, unweighted {unweighted:.3f}"
-    return Check("stale", fact, shown, "near: prefixes are μ's", 1e-3 < weighted < unweighted)
+    return Check("stale", fact, shown, "biased: prefixes are from μ", 1e-3 < weighted < unweighted)
 
 
 def _scored(value: Tensor, bandit: Bandit) -> Tensor:
@@ -160,8 +160,8 @@ def _measured(enumerated: EnumeratedCompletions) -> list[Check]:
             _equal(f"measured {name} × π/μ is the policy's KL at μ's prefixes", abs(sums[name] / at_prefixes - 1))
             for name in ("k1", "k3", "sequence")
         ),
-        _equal("… and with prefix_gap that of the policy's own sequences", abs(whole / of_sequences - 1)),
-        Check("stale", "prefix_gap in that world", f"{share:.3f} of the KL", "not 0", share > 1e-3),
+        _equal("measured sequence + prefix_gap is the KL of the policy's own sequences", abs(whole / of_sequences - 1)),
+        Check("stale", "prefix_gap of the same samples", f"{share:.3f} of the KL", "not 0", share > 1e-3),
     ]
 
 
@@ -202,25 +202,25 @@ def filters() -> list[Check]:
     largest = "(1 − kept mass)·max |f|"
     return [
         row(
-            "from the policy it is 1 − M in total variation, −log M in KL",
+            "distance of the kept part from the policy: 1 − M in total variation, −log M in KL",
             f"error {max(divergences):.1e}",
             "equal",
             max(divergences) < EXACT,
         ),
         row(
-            f"weighed by π/q, bias over {largest}",
+            f"mean weighted by π/q: bias divided by {largest}",
             f"at most {max(weighted):.3f}",
             "at most 1",
             max(weighted) <= 1 + EXACT,
         ),
         row(
-            f"unweighted, bias over {largest}",
+            f"unweighted mean: bias divided by {largest}",
             f"at most {max(unweighted):.3f}",
-            "at most 2, can pass 1",
+            "at most 2, can exceed 1",
             1 < max(unweighted) <= 2 + EXACT,
         ),
         row(
-            "k3 weighed by π/q, over KL(policy‖ref)",
+            "k3 weighted by π/q, divided by KL(policy‖ref)",
             f"{min(lower):.3f} to {max(lower):.3f}",
             "never above 1",
             max(lower) <= 1 + EXACT,

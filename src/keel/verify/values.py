@@ -131,13 +131,17 @@ def truncation() -> list[Check]:
     rows = [
         Check(
             "truncation",
-            "head sum of the top 3 of 12",
+            "KL sum of the top 3 of 12 tokens alone",
             f"min {head.min():.3f}",
             "can be negative",
             bool(head.min() < 0),
         ),
         Check(
-            "truncation", "with one tail bucket", f"min {bucket.min():.3f}, never above exact", "0 ≤ it ≤ exact", below
+            "truncation",
+            "top 3 tokens and one bucket for the rest",
+            f"min {bucket.min():.3f}, never above exact",
+            "0 ≤ it ≤ exact",
+            below,
         ),
     ]
     for whose in ("policy", "reference"):
