@@ -184,3 +184,12 @@ def test_where_only_tokens_are_looked_at_no_reward_is_asked(setup: KeelSubject) 
         c.tokens for g in groups for c in g.completions
     ]
     assert setup.built.judge.asked.total() == before + len(setup.batch.completions)
+
+
+def test_time_before_an_error_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = count(0, 100)
+    monkeypatch.setattr(doctor_subject, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    budget = Budget()
+    with pytest.raises(RuntimeError), budget.spending():
+        raise RuntimeError("the reward's server is gone")
+    assert budget.spent_s == 100

@@ -140,8 +140,10 @@ class Budget:
     def spending(self) -> Iterator[None]:
         """Count the time inside as time for undecided tests."""
         began = time.monotonic()
-        yield
-        self.spent_s += time.monotonic() - began
+        try:
+            yield
+        finally:
+            self.spent_s += time.monotonic() - began
 
     def take_undecided(self) -> tuple[str, ...]:
         """Return and clear the undecided tests, as lines `code: why`."""
