@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from doctor.schooled import schooled_config
 from keel.doctor.draws import Draws, tail_masses, tightest, uniform_p_value
-from keel.doctor.probes.alternatives import alternatives, applied, filter_odds
+from keel.doctor.probes.alternatives import alternatives, applied, configured_finding, filter_odds
+from keel.doctor.thresholds import load_thresholds
 from keel.rollout.sampling import SamplingParams
 
 PLAIN, END = SamplingParams(), 0
@@ -128,3 +131,18 @@ def test_tokens_that_are_all_alike_let_no_filter_be_fitted() -> None:
         own = replace(alike, logits=pairs, tokens=picked)
         gain = float((own.logp(params) - own.logp(PLAIN)).sum())
         assert filter_odds(own, PLAIN) == pytest.approx(gain, abs=math.log(100))
+
+
+def test_a_token_that_the_configured_filter_excludes_is_left_out_of_its_figures() -> None:
+    """The mass that top_k=5 removes, and its −log(1 − mass), averaged over the tokens that it permits."""
+    params = replace(PLAIN, top_k=5)
+    drawn = written(texts=20)
+    ranked = drawn.logits.sort(descending=True)
+    tokens = ranked.indices[:, 0].clone()
+    tokens[0] = ranked.indices[0, 5]  # the first one that is excluded
+    kept = drawn.logits.softmax(-1).sort(descending=True).values[1:, :5].sum(-1)
+    setup: Any = SimpleNamespace(sampling=params, config=schooled_config("rollout.top_k=5"))
+    found = configured_finding(setup, replace(drawn, tokens=tokens), load_thresholds())
+    assert f"{100 * float((1 - kept).mean()):.1f} %" in found.evidence
+    assert f"{float(-kept.log().mean()):.3g} nats" in found.evidence
+    assert found.severity != "note"

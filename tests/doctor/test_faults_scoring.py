@@ -194,3 +194,15 @@ def test_trained_tokens_are_shown_in_colour_and_tool_output_is_not_among_them() 
     shown = "\n".join(diagnosed(*TALK).notes)
     assert "\x1b[32m" in shown
     assert "\x1b[2m'max " in shown
+
+
+def test_experiments_with_masks_are_padded_where_attention_kernels_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of padding, as on a GPU, must not change the scores; unpadded ones are the model's own forward."""
+    positions = [*scoring.POSITIONS.values(), lambda given, written: torch.arange(given + written)]
+    subject, scores = build_subject(schooled_config()), list[torch.Tensor]()
+    with closing(subject.run):
+        for columns in (0, 1):
+            monkeypatch.setattr(scoring, "padding_columns", lambda ids, columns=columns: columns)
+            scores.append(torch.stack([scoring._at_positions(subject, places) for places in positions]))
+        torch.testing.assert_close(scores[0][-1], subject.forward_logp(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-5, atol=1e-5)

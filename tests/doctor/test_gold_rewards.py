@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,11 +13,11 @@ import torch
 from doctor import faults_gold
 from doctor.followed import check_named_first, preflight_of
 from doctor.schooled import schooled_config
-from keel.base.types import Group, Problem, Reward
+from keel.base.types import Group, Problem, Reward, RewardFailure
 from keel.doctor import evidence
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.pairing import association
-from keel.doctor.probes.collection import _cliff, _spread, empty_cliff_findings, probe_collection
+from keel.doctor.probes.collection import _cliff, _failed, _spread, empty_cliff_findings, probe_collection
 from keel.doctor.probes.exploits import exploit_findings, nearly_all
 from keel.doctor.probes.gold_rewards import (
     JudgedGold,
@@ -31,6 +32,7 @@ from keel.doctor.thresholds import load_thresholds
 from keel.envs import Episode
 from keel.envs.judge import Judge
 from keel.envs.registry import build_task
+from keel.envs.rewards import as_reward
 
 pytestmark = pytest.mark.doctor
 
@@ -292,3 +294,21 @@ def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(
     assert not setup.failures
     assert found[0].code == "reward/non-finite"
     assert "gold answers of" in found[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        (float("nan"), "reward/non-finite"),
+        ({"length": 1.0, "style": -math.inf}, "reward/non-finite"),
+        ({"inference": None, "final": 1.0}, "reward/failed"),  # names that contain "inf", "nan" and "fin"
+        ({"nan_penalty": "none"}, "reward/failed"),
+        (None, "reward/failed"),
+    ],
+)
+def test_the_value_and_not_a_part_s_name_makes_a_reward_not_finite(value: object, code: str) -> None:
+    with pytest.raises(ValueError, match=r".") as refused:
+        as_reward(value)
+    failure = RewardFailure("mine", "a", 0, "invalid", str(refused.value))
+    setup = SimpleNamespace(failures=[failure], shared={}, batch=SimpleNamespace(completions=[None] * 4))
+    assert [found.code for found in _failed(setup)] == [code]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,12 @@ from doctor.schooled import nearness, schooled_config, schooled_model
 from keel.base.types import Problem, Reward
 from keel.doctor.findings import Finding
 from keel.doctor.keel_subject import KeelSubject, build_subject
+from keel.doctor.probes import limits
 from keel.doctor.probes.balance import Balance, least_typical, measured_kl_weight, probe_balance
 from keel.doctor.probes.exploration import drawn_logits, entropy, mean_kl, policy_states, probe_exploration
-from keel.doctor.probes.limits import probe_limits
+from keel.doctor.probes.limits import _rejects, probe_limits
 from keel.doctor.probes.objective import probe_objective
-from keel.doctor.probes.reach import adapter_scale, course, decay_kl, held_sum, probe_reach
+from keel.doctor.probes.reach import _decays, adapter_scale, course, decay_kl, held_sum, probe_reach
 from keel.doctor.probes.update import moved, probe_update
 from keel.doctor.thresholds import load_thresholds
 from keel.kl import exact_kl
@@ -296,3 +298,46 @@ def test_terms_in_balance_raise_nothing(overrides) -> None:
 )
 def test_it_is_the_first_finding_of_a_preflight(code, overrides) -> None:
     check_named_first(code, overrides)
+
+
+def test_groups_of_earlier_tests_count_from_the_first_look_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch has no completion over the limit, but eight further groups have only such ones."""
+    groups = [SimpleNamespace(completions=[None] * 2, logp=far) for far in (0.0,) * 4 + (1.0,) * 8]
+    looks = list[bool]()
+
+    def more_groups(setup: Any, code: str, undecided: Any) -> list[Any]:
+        looks.append(undecided(groups))
+        return groups
+
+    monkeypatch.setattr(limits, "more_groups", more_groups)
+    monkeypatch.setattr(
+        limits,
+        "_log_ratios",
+        lambda setup, first, batch, distance: torch.tensor([g.logp for g in batch.groups for _ in g.completions]),
+    )
+    setup: Any = SimpleNamespace(
+        config=schooled_config("kl.collect_max=0.5"),
+        run=SimpleNamespace(reference=object()),
+        batch=SimpleNamespace(groups=groups[:4]),
+        pack=lambda chosen: SimpleNamespace(groups=chosen),
+    )
+    first: Any = None
+    assert not [*_rejects(setup, first, figures := {}, LIMITS)]
+    assert figures["rejected"] == pytest.approx(2 / 3)  # far over `rejected_most`, which chance may still explain
+    assert looks == [True]
+
+
+@pytest.mark.parametrize(("shrink", "held"), [(0.5, 1e-4), (0.01, 1.0), (0.01, 1e-4)])
+def test_weight_decay_is_measured_against_the_limit_that_it_passes(shrink: float, held: float) -> None:
+    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"))
+    figures = {"decay": 0.0, "walk": 1.0, "shrink": shrink, "reach_decayed": held, "reach": 2.0}
+    (found,) = _decays(setup, figures, 5.0, LIMITS)
+    assert (f"(under {LIMITS['decay_left']:.0%})" in found.evidence) == (shrink < LIMITS["decay_left"])
+    assert (f"(under {LIMITS['reach_least']:g})" in found.evidence) == (held < LIMITS["reach_least"])
+
+
+def test_a_large_weight_decay_is_not_called_larger_than_updates_that_go_further() -> None:
+    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"))
+    figures = {"decay": 2.0, "walk": 3.0, "shrink": 0.5, "reach_decayed": 9.0, "reach": 9.0}
+    (found,) = _decays(setup, figures, 5.0, LIMITS)
+    assert f"(over {5 * LIMITS['kl_over_budget']:.2g})" in found.evidence

@@ -41,6 +41,7 @@ from keel.doctor.gradient import gradient_findings
 from keel.doctor.measure import Outcome, Verdict, no_memory_for
 from keel.doctor.subject import Subject
 from keel.models.head import evaluating
+from keel.models.scorer import padded_mask, padding_columns
 from keel.trainer.memory import is_out_of_memory
 
 _MISSED = 0.5  # scores that miss more than this share of a weight change count as independent of the weights
@@ -218,8 +219,11 @@ def _at_positions(subject: Any, positions: Callable[[int, int], Tensor], prompt_
             ids = positions(given, len(completion.tokens)).to(tokens.device)[None]
             seen = torch.ones_like(tokens)  # an explicit mask, since position ids that restart could mean packed texts
             seen[:, :given] = prompt_mask
-            logits = model(input_ids=tokens, attention_mask=seen, position_ids=ids, use_cache=False).logits[0].float()
-            logp = (logits / subject.temperature).log_softmax(-1)[given - 1 : -1]
+            columns = padding_columns(tokens)
+            padded, ids = (functional.pad(row, (0, columns)) for row in (tokens, ids))
+            mask = padded_mask(seen, columns)
+            logits = model(input_ids=padded, attention_mask=mask, position_ids=ids, use_cache=False).logits[0].float()
+            logp = (logits / subject.temperature).log_softmax(-1)[given - 1 : tokens.shape[1] - 1]
             picked = logp.gather(-1, tokens[0, given:, None]).squeeze(-1)
             rows.append(functional.pad(picked, (0, width - len(picked))))
     return torch.stack(rows)

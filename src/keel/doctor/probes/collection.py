@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from statistics import fmean, pstdev
 
@@ -41,6 +42,7 @@ from keel.doctor.probes.misfit import (
 from keel.doctor.probes.model import golds, read_golds
 from keel.doctor.thresholds import Thresholds
 
+_NOT_FINITE = re.compile(r"(?:\bis|^returned) -?(?:nan|inf)\b")  # the value in a cause of `as_reward`
 # If no more can be sampled, no parsed one of this many completions, or no spread in this many groups, is a warning.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
@@ -117,7 +119,7 @@ def _failed(setup: KeelSubject) -> Iterator[Finding]:
     count = f"{len(setup.failures)} of {len(setup.batch.completions)} completions"
     if not setup.failures:
         count = f"gold answers of {len(golds)} problems"
-    if first.kind == "invalid" and any(name in first.cause.lower() for name in ("nan", "inf", "finite")):
+    if first.kind == "invalid" and _NOT_FINITE.search(first.cause):
         yield finding(
             "reward/non-finite",
             f"{count} got no finite reward; the first: {first}",

@@ -60,7 +60,7 @@ def _rejects(
     ratios: list[Tensor] = []  # [completions] for each group
 
     def shares(groups: Sequence[Group]) -> list[float]:
-        if more := groups[len(ratios) :]:
+        while more := groups[len(ratios) :]:  # the batch first, which is packed already
             batch = setup.pack(more) if ratios else setup.batch
             values = _log_ratios(setup, first, batch, distance)
             ratios.extend(values.split([len(group.completions) for group in batch.groups]))

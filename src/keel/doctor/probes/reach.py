@@ -348,22 +348,27 @@ def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresh
     """Weight decay that moves the policy further than its updates, exceeds any budget, or undoes updates."""
     limit, decay = thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
     budget = thresholds["kl_over_budget"] * length
-    if figures["decay"] > max(limit, min(figures["walk"], budget)):
+    most = max(limit, min(figures["walk"], budget))
+    forgets, held = figures["shrink"] < thresholds["decay_left"], figures["reach_decayed"] < limit
+    if figures["decay"] > most:
         evidence = (
-            f"over the run {decay} shrinks every matrix to {figures['shrink']:.2g} of itself and takes the policy "
-            f"{figures['decay']:.2g} nats per completion away; the run's updates as a random walk {figures['walk']:.2g}"
+            f"over the run, {decay} shrinks every decayed matrix to {figures['shrink']:.2g} of its size; this alone "
+            f"moves the policy by {figures['decay']:.2g} nats per completion (over {most:.2g}), and the run's updates "
+            f"move it by {figures['walk']:.2g} as a random walk"
         )
-    elif figures["shrink"] < thresholds["decay_left"] or figures["reach_decayed"] < limit:
+    elif forgets or held:
         evidence = (
-            f"{decay} leaves {figures['shrink']:.1%} of what the first update adds at the run's end (under "
-            f"{thresholds['decay_left']:.0%}): all updates together reach {figures['reach_decayed']:.2g} nats per "
-            f"completion beside it, {figures['reach']:.2g} without"
+            f"with {decay}, {figures['shrink']:.1%} of the first update is left at the end of the run"
+            + (f" (under {thresholds['decay_left']:.0%})" if forgets else "")
+            + f"; all updates together move the policy by at most {figures['reach_decayed']:.2g} nats per completion"
+            + (f" (under {limit:g})" if held else "")
+            + f", and by {figures['reach']:.2g} without weight decay"
         )
     else:
         return
     yield finding(
         "optim/weight-decay",
         evidence,
-        "the decay pulls every weight to 0 at each update, whatever the rewards say, and more strongly than they do",
+        "weight decay moves every matrix towards 0 at each update, independent of the rewards",
         propose("set {}, as fine-tuning with RL usually has it", {"optim.weight_decay": 0.0}),
     )
