@@ -138,7 +138,7 @@ def test_memory_that_runs_out_in_a_probe_is_no_finding(monkeypatch):
     monkeypatch.setattr("keel.doctor.preflight.MEASURES", [Measure("reach", full, "")])
     diagnosis = preflight(schooled_config())
     assert not diagnosis.findings
-    assert any(line.startswith("reach: no memory left for it") for line in diagnosis.unchecked)
+    assert any(line.startswith("reach: ") and "memory" in line for line in diagnosis.unchecked)
     assert "reach" not in diagnosis.sound
 
 
@@ -152,7 +152,7 @@ def test_what_a_slow_model_leaves_undecided_is_said_and_not_called_sound(monkeyp
     diagnosis = preflight(config, on_probe=lambda outcome, _: seen.setdefault(outcome.name, outcome))
     assert "collection" not in diagnosis.sound
     (line,) = [line for line in diagnosis.unchecked if line.startswith("output/unparseable: ")]
-    assert line.endswith("(120 s are up)")
+    assert "limit of 120 s" in line
     (finding,) = [f for f in seen["collection"].findings if f.code == "output/unparseable"]
     assert finding.severity == "warning"
     assert finding.evidence.startswith("none of ")

@@ -51,7 +51,7 @@ def test_all_of_them_reversed_are_one_finding_first() -> None:
 def test_a_part_of_a_tensor_without_its_gradient_is_named(name: str) -> None:
     """The slope along the remaining gradient is correct."""
     half = (torch.arange(4) < 2).float()[:, None]
-    assert wrong({name: half}) == [f"what has no gradient in {name}"]
+    assert wrong({name: half}) == [f"entries without gradient of {name}"]
     assert wrong({"blind": half}) == []
 
 

@@ -50,19 +50,19 @@ def probed(name: str, *overrides: str) -> list[Finding]:
 
 
 FAULTS = {
-    "every call fails": ("tool/failing", "whatever it is asked", ["failing"]),
-    "calls return nothing": ("tool/failing", "whatever it is asked", ["empty"]),
-    "calls return what the one before should": ("tool/failing", "the result of the call before", ["late"]),
+    "every call fails": ("tool/failing", "for every call", ["failing"]),
+    "calls return nothing": ("tool/failing", "for every call", ["empty"]),
+    "calls return what the one before should": ("tool/failing", "the previous call", ["late"]),
     "calls return another episode's result": ("tool/failing", "for itself", ["swapped"]),
     "a template that drops what tools return": (
         "tool/failing",
         "the chat template or the task drops",
         ["sound", "data.chat_template=default", f"model.name={HERE}:forgetful"],
     ),
-    "the same result for every call": ("tool/failing", "the same whatever it is asked", ["constant"]),
-    "results that nobody asked for": ("tool/failing", "nothing to do with what it is asked", ["random"]),
-    "results that hold those of other episodes": ("tool/failing", "every result holds theirs", ["piled up"]),
-    "replies that give the answer away": ("prompt/answer-leak", "whatever it is asked", ["told"]),
+    "the same result for every call": ("tool/failing", "the same text for every call", ["constant"]),
+    "results that nobody asked for": ("tool/failing", "does not depend on the call", ["random"]),
+    "results that hold those of other episodes": ("tool/failing", "requests of other episodes", ["piled up"]),
+    "replies that give the answer away": ("prompt/answer-leak", "for any call", ["told"]),
     "episodes that never end": ("output/truncated", "never ends an episode", ["endless"]),
 }
 HEALTHY = {

@@ -87,8 +87,8 @@ def test_the_fault_is_named_first(fault: str) -> None:
 def test_rows_that_mix_are_not_called_padding() -> None:
     with closing((setup := build_subject(schooled_config(scorer("right")))).run):
         for score, code, phrase in (
-            (faults.rolled, "scoring/mismatch", "has the scores of another one"),
-            (faults.by_length, "scoring/mismatch", "has the scores of another one"),
+            (faults.rolled, "scoring/mismatch", "are reordered"),
+            (faults.by_length, "scoring/mismatch", "are reordered"),
             (faults.shared_between_rows, "scoring/mismatch", "scored alone"),
             (faults.left_padding_that_is_seen, "scoring/positions", "without padding"),
         ):

@@ -67,7 +67,7 @@ def judged(answer: Callable[[Problem, Sequence[str]], str]) -> list[Wrong]:
 
 
 FAULTS = {
-    "the turn itself": (lambda problem, texts: f"<result>{texts[-1]}</result>\n", "its own arguments"),
+    "the turn itself": (lambda problem, texts: f"<result>{texts[-1]}</result>\n", "its arguments"),
     "letters without a token": (
         lambda problem, texts: str(LETTERS.index(texts[-1][-1])).translate(WIDE),
         "no tokens",

@@ -38,7 +38,7 @@ def test_the_end_of_what_questions_share_is_tried() -> None:
     ],
 )
 def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
-    asked = reworded(Problem("1", packed), CUT_SHORT["from where they begin anew"])
+    asked = reworded(Problem("1", packed), CUT_SHORT["from the last repetition of their first word"])
     assert asked.prompt == last
 
 
@@ -48,15 +48,15 @@ def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> N
         ("with their numbers written plainly", "add 8.000000 and +7", "add 8 and 7"),
         ("with their numbers written plainly", "add 1,250.50, 1e3 and 007.", "add 1250.5, 1000 and 7."),
         ("with their numbers written plainly", "v1.0.0, 12:30, x2 and -3", "v1.0.0, 12:30, x2 and -3"),
-        ("without blanks around them", "max 1 2=    ", "max 1 2="),
-        ("with single blanks", "max  1\t2=", "max 1 2="),
-        ("without single blanks", "m a x  1  2 =", "max 1 2="),
-        ("with blanks for the signs between words", "max_1,2=", "max 1 2="),
-        ("with blanks between words and numbers", "max12 of3", "max 12 of 3"),
+        ("without spaces around them", "max 1 2=    ", "max 1 2="),
+        ("with single spaces", "max  1\t2=", "max 1 2="),
+        ("without single spaces", "m a x  1  2 =", "max 1 2="),
+        ("with spaces in place of signs between words", "max_1,2=", "max 1 2="),
+        ("with spaces between words and numbers", "max12 of3", "max 12 of 3"),
         ("without markup", "\\begin{problem}1 < 2\\end{problem}", "1 < 2"),
         ("without labels", "**Problem.** 1 =\n\n**Solution.**", "1 ="),
         ("in plain characters", "1 &lt; 2\u200b", "1 < 2"),
-        ("by their last line", "Sure.\n1 =\n", "1 ="),
+        ("with only their last line", "Sure.\n1 =\n", "1 ="),
         ("without their last line", "1 =\nYours, Ann", "1 ="),
     ],
 )

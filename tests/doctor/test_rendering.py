@@ -62,7 +62,9 @@ def test_a_template_that_refuses_conversations_still_tells_its_header() -> None:
 def rendered(template: str | None = None) -> dict[str, str]:
     """The first problem in each known template whose marks the tokenizer has."""
     subject = asked(template or CHAT_TEMPLATE)
-    names = {hypothesis.name.split(" than ")[0].split("form of ")[1]: hypothesis for hypothesis in templates(subject)}
+    names = {
+        hypothesis.name.split(" template than ")[0].split("in the ")[1]: hypothesis for hypothesis in templates(subject)
+    }
     texts = {}
     for name, hypothesis in names.items():
         with hypothesis.apply(subject) as changed:

@@ -106,12 +106,12 @@ def templates(subject: KeelSubject) -> Iterator[Hypothesis]:
     for name in KNOWN:
         if all(mark in known for mark in MARK.findall(known_form(name, tokenizer, [{"role": "user", "content": ""}]))):
             yield asked(
-                f"after prompts in the form of {name} than after those that are rendered",
+                f"after prompts in the {name} template than after the rendered prompts",
                 partial(prompt, name),
-                "the chat template is not the one that the model was trained on: other marks, other ends of turns, or "
-                "another header before the answer",
-                "use the template that the model was published with (tokenizer.chat_template), or one of its kind "
-                "(data.chat_template)",
+                "the chat template is not the one that the model was trained with: its marks, its ends of turns or "
+                "its answer header differ",
+                "use the template that the model was published with (tokenizer.chat_template), or set "
+                "data.chat_template to an equivalent template",
             )
 
 
@@ -122,8 +122,8 @@ def own_templates(subject: KeelSubject) -> Iterator[Hypothesis]:
         yield asked(
             "in the tokenizer's chat template than after the plain prompts",
             partial(_in_template, subject, template=template),
-            "prompts are not put into the chat template that the tokenizer brings, in which the model answers better",
-            propose("set {}; nothing, if plain prompts are meant", {"data.chat_template": name}),
+            "prompts are not rendered with the tokenizer's chat template, although the model answers better with it",
+            propose("set {}; no change is needed if plain prompts are intended", {"data.chat_template": name}),
         )
 
 
@@ -153,7 +153,7 @@ def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
         yield asked(
             f"without data.system_prompt={str(text)[:SHOWN]!r}",
             build_renderer(with_data(subject.config, options), tokenizer).prompt,
-            "the model was not trained behind this system prompt, or not in the chat template that it brings with it",
+            "the model was not trained with this system prompt, or not with the chat template that it switches on",
             propose("set {}, or the one that the model was trained with; nothing, if it is meant to be there", options),
         )
 
@@ -191,14 +191,14 @@ def template_parts(subject: KeelSubject) -> Iterator[Hypothesis]:
             return subject.prompt(problem) if frame is None or name not in parts else frame.without(parts[name])
 
         text = " … ".join(_decoded(subject, frames[0].tokens[a:b]) for a, b in frames[0].parts()[name])
-        side = {"before": "before", "words": "around"}.get(name.split()[0], "behind")
+        side = {"before": "before", "words": "around"}.get(name.split()[0], "after")
         yield asked(
-            f"without {text[:SHOWN]!r}, which the chat template writes {side} the messages by itself",
+            f"without {text[:SHOWN]!r}, which the chat template adds {side} the messages",
             prompt,
-            "the template writes something that the model was not trained behind: a system prompt of another model, an "
-            "instruction, the opening of a thought, quotes around a message, a mark twice",
-            "take that out of the template (tokenizer.chat_template), or use the one that the model was published with "
-            "(data.chat_template)",
+            "the template adds text that the model was not trained with, such as another model's system prompt, an "
+            "instruction, the start of a thought, quotes around a message, or a repeated mark",
+            "remove this text from the template (tokenizer.chat_template), or use the template that the model was "
+            "published with (data.chat_template)",
         )
 
 
@@ -230,12 +230,12 @@ def shared_text(subject: KeelSubject) -> Iterator[Hypothesis]:
         parts = (rows[0][:head], rows[0][len(rows[0]) - tail :])
         text = " … ".join(_decoded(subject, part) for part in parts if part)
         yield asked(
-            f"without {text[:SHOWN]!r}, which stands around every question",
+            f"without {text[:SHOWN]!r}, which surrounds every question",
             prompt,
-            "the data ask in another form than the model was taught: markup of a page, headings, an example or an "
-            "instruction of another set",
-            "take that out of the questions, or ask the model in the form that it knows; nothing, if it is to learn "
-            "this form",
+            "the questions have a format that the model was not trained with: page markup, headings, an example, or "
+            "an instruction of another dataset",
+            "remove this text from the questions, or use the format that the model knows; no change is needed if the "
+            "model should learn this format",
         )
 
 
@@ -286,24 +286,24 @@ SAID_OTHERWISE: dict[str, Callable[[str], str]] = {
     "in plain characters": _shown,
     "without markup": lambda t: _MARKUP.sub("", t),
     "with their numbers written plainly": lambda t: _NUMBER.sub(_plainly, t),
-    "without blanks around them": str.strip,
-    "with single blanks": lambda t: " ".join(t.split()),
-    "without single blanks": lambda t: " ".join(re.sub(r"(?<=\S) (?=\S)", "", t).split()),
-    "with blanks for the signs between words": lambda t: _JOINED.sub(" ", t),
-    "with blanks between words and numbers": lambda t: _SIDE_BY_SIDE.sub(" ", t),
+    "without spaces around them": str.strip,
+    "with single spaces": lambda t: " ".join(t.split()),
+    "without single spaces": lambda t: " ".join(re.sub(r"(?<=\S) (?=\S)", "", t).split()),
+    "with spaces in place of signs between words": lambda t: _JOINED.sub(" ", t),
+    "with spaces between words and numbers": lambda t: _SIDE_BY_SIDE.sub(" ", t),
 }
 CUT_SHORT: dict[str, Callable[[str], str]] = {
-    "by the first half of their words": lambda t: " ".join(t.split()[: len(t.split()) // 2]),
-    "by the second half of their words": lambda t: " ".join(t.split()[len(t.split()) // 2 :]),
-    "from where they begin anew": _last_alone,
+    "with only the first half of their words": lambda t: " ".join(t.split()[: len(t.split()) // 2]),
+    "with only the second half of their words": lambda t: " ".join(t.split()[len(t.split()) // 2 :]),
+    "from the last repetition of their first word": _last_alone,
     "without labels": lambda t: _LABEL.sub("", t).strip(),
     "without their first word": lambda t: " ".join(t.split()[1:]),
     "without their last word": lambda t: " ".join(t.split()[:-1]),
-    "by their first line": lambda t: t.strip().partition("\n")[0],
-    "by their last line": lambda t: t.strip().rpartition("\n")[2],
+    "with only their first line": lambda t: t.strip().partition("\n")[0],
+    "with only their last line": lambda t: t.strip().rpartition("\n")[2],
     "without their first line": lambda t: t.strip().partition("\n")[2],
     "without their last line": lambda t: t.strip().rpartition("\n")[0],
-    "from behind their first colon": lambda t: t.partition(":")[2].lstrip(),
+    "from after their first colon": lambda t: t.partition(":")[2].lstrip(),
 }
 
 
@@ -321,10 +321,12 @@ def reworded(problem: Problem, way: Callable[[str], str], *, alone: bool = False
 def _worded(subject: KeelSubject, ways: dict[str, Callable[[str], str]], **how: Any) -> Iterator[Hypothesis]:
     for name, way in ways.items():
         yield asked(
-            f"where questions are asked {name}",
+            f"if questions are asked {name}",
             partial(lambda way, problem: subject.prompt(reworded(problem, way)), way),
-            "the data ask in another wording than the model was taught: normalised, marked up, or several at once",
-            "ask as the model was taught; nothing, if it is to learn this wording",
+            "the questions have a wording that the model was not trained with: normalized, marked up, or several "
+            "questions in one",
+            "use the wording that the model was trained with; no change is needed if the model should learn this "
+            "wording",
             **how,
         )
 
@@ -335,7 +337,7 @@ def wordings(subject: KeelSubject) -> Iterator[Hypothesis]:
 
 def shorter(subject: KeelSubject) -> Iterator[Hypothesis]:
     yield from _worded(subject, CUT_SHORT, severity="warning")  # the removed text may be an instruction
-    alone = next(_worded(subject, {"by their last message alone": str}, severity="warning"))
+    alone = next(_worded(subject, {"with only their last message": str}, severity="warning"))
     prompt = partial(_last_message, subject)
     yield replace(alone, apply=swap(prompt=prompt))
 
@@ -364,12 +366,13 @@ def spelled_marks(subject: KeelSubject) -> Iterator[Verdict]:
     pieces = len(tokenizer.encode(spelled[0], add_special_tokens=False))
     evidence = f"the chat template writes {', '.join(map(repr, spelled))}: {spelled[0]!r} becomes {pieces} tokens"
     yield Verdict.found(
-        tokenizer_finding(f"{evidence}, although it is one of the vocabulary")
+        tokenizer_finding(f"{evidence}, although the vocabulary has it as one token")
         if spelled[0] in tokenizer.get_vocab()
         else finding(
             "prompt/format",
-            f"{evidence}, none of them a mark, and gold answers are no likelier for it",
-            "the template is another model's: this one has no such token and reads letters in place of marks",
+            f"{evidence}, none of which is a special mark, and gold answers are no more likely with the template",
+            "the template belongs to another model: this tokenizer has no such token and splits the mark into "
+            "ordinary tokens",
             "give a base model plain prompts (data.chat_template=none), or use the template that the model was "
             "published with",
         )
@@ -408,10 +411,10 @@ def begun(subject: KeelSubject) -> Iterator[Hypothesis]:
     bos = tokenizer.bos_token_id
     if bos is not None and not any(bos in subject.prompt(p)[:CUTS] for p in subject.problems(CHOOSING)):
         yield Hypothesis(
-            f"after prompts that begin with {tokenizer.bos_token!r}, as none of the run's does",
+            f"after prompts that begin with {tokenizer.bos_token!r}, which none of the run's prompts does",
             "prompt/no-bos",
-            "the model was trained on texts that begin with BOS, and the tokenizer or the template leaves it out",
-            "let the tokenizer add BOS (add_bos_token), or write it at the head of the chat template",
+            "the model was trained on texts that begin with BOS, and the tokenizer or the template omits BOS",
+            "let the tokenizer add BOS (add_bos_token), or write BOS at the start of the chat template",
             swap(prompt=lambda problem: (bos, *subject.prompt(problem))),
         )
 
@@ -444,7 +447,9 @@ def measure_format(subject: KeelSubject) -> Outcome:
             subject.shared["another template"] = True
             break
     sure = sum(verdict.state == "sound" for verdict in verdicts)
-    return Outcome.of("prompt format", verdicts, (f"prompt format: {sure} kinds of other prompts make nothing better",))
+    return Outcome.of(
+        "prompt format", verdicts, ((f"prompt format: {sure} kinds of alternative prompts give no improvement"),)
+    )
 
 
 __all__ = ["TABLES", "measure_format"]

@@ -82,8 +82,8 @@ def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findin
             "tool/failing",
             wrong.evidence,
             wrong.cause,
-            "let every call return its own result, whole, to the episode that made it (Episode.step, the tool's "
-            "function), and let the template write messages of the role tool" + wrong.unless,
+            "return the complete result of each call to its own episode (Episode.step, the tool's function), and let "
+            "the chat template write messages of the role tool" + wrong.unless,
             wrong.in_failures if wrong.in_failures is not None and _failing(setup, thresholds) else wrong.severity,
         )
     yield from _leaks(setup, rows, thresholds)
@@ -165,60 +165,60 @@ def _is_echo(row: Replayed) -> bool:
     return _bare(row.again) in echoes - {""}
 
 
-_SHARED = "episodes share what each should have for itself"
+_SHARED = "episodes share state that each should have for itself"
 PROPERTIES: tuple[Property, ...] = (
     Property(
         _late,
         Wrong(
-            "return what the call before them should have returned",
-            "the tool, or a cache of it, hands out the result of the call before",
+            "return the result of the previous call",
+            "the tool or its cache returns the result of the previous call",
         ),
     ),
     Property(
         _lost,
         Wrong(
-            "return something else alone than what the model reads next",
-            f"{_SHARED} (a session, a quota, a result), or the chat template or the task drops what a tool returns",
+            "return another result in a new episode than the one in the model's context",
+            f"{_SHARED} (a session, a quota, a result), or the chat template or the task drops tool results",
         ),
     ),
     Property(
         _where(lambda row: bool(row.first.strip()) and _holds(row.again, row.first)),
         Wrong(
-            "return what they did before and more when made again in a new episode",
-            "the tool keeps what other episodes asked for, and every result holds theirs",
+            "return their earlier result and more text when repeated in a new episode",
+            "the tool keeps the requests of other episodes, and every result contains them",
         ),
     ),
     Property(
         _where(lambda row: row.shown is None and is_useless(row.again)),
         Wrong(
-            "return an error or nothing, too long to be shown",
-            "the tool returns something that has no text of its own, or fails, whatever it is asked",
+            "return an error or no information, in a reply too long for the context",
+            "the tool fails at every call, or returns an object without a text form",
         ),
         ALL,
     ),
     Property(
         _unreadable,
         Wrong(
-            "have results that cannot be read",
+            "have results that the tokenizer cannot encode",
             "the tool returns characters that the tokenizer has no tokens for",
         ),
     ),
     Property(
         _unrelated,
         Wrong(
-            "return something else when made again, as unlike as results of different calls",
-            "what the tool returns has nothing to do with what it is asked: it is random, or of other calls",
+            "return another result when repeated, as different as results of different calls",
+            "the result does not depend on the call: it is random, or belongs to other calls",
             "warning",
-            "; if randomness is meant, as of dice or a clock, nothing",
+            "; no change is needed if randomness is intended, as for dice or a clock",
         ),
     ),
     Property(
         _where(_is_echo),
         Wrong(
-            "get their own text back and nothing else",
-            "the tool returns its own arguments, or the environment hands the model's text back to it",
+            "get only their own text back",
+            "the tool returns its arguments, or the environment returns the model's text",
             "warning",
-            "; nothing, if the environment is meant to echo",
+            "; no change is needed if the environment should echo",
             "error",
         ),
         ALL,
@@ -263,11 +263,10 @@ def _whatever_is_asked(setup: KeelSubject, rows: Rows) -> Wrong | None:
     if returned(()) != {result} or len(asked) <= MOST * PROBLEMS or len(set(asked)) < FEWEST:
         return None
     return Wrong(
-        f"{len(set(asked))} different calls in {len(asked)} problems have one and the same result: "
-        f"{result.strip()[:SHOWN]!r}",
-        "the tool returns the same whatever it is asked: a default, a page for everybody, or what a cache holds",
+        f"{len(set(asked))} different calls in {len(asked)} problems have the same result: {result.strip()[:SHOWN]!r}",
+        "the tool returns the same text for every call: a default, a general page, or a cached result",
         "error" if golds else "warning",
-        "" if golds else "; if all of these calls deserve it, as wrong answers do, nothing",
+        "" if golds else "; no change is needed if this result is correct for all of these calls, as for wrong answers",
         "error",
     )
 
@@ -302,8 +301,8 @@ def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[F
     for leak in leak_findings(setup, pairs, thresholds, of="replies to another problem's turn"):
         yield replace(
             leak,
-            cause="the environment gives the answer away, whatever it is asked, so that copying earns the reward",
-            advice="let replies depend on what the model asked for, and hold what it could find, not problem.answer",
+            cause="the environment returns the answer for any call, so copying it earns the reward",
+            advice="let replies depend on the model's call, and do not put problem.answer into them",
         )
 
 

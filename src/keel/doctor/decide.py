@@ -152,40 +152,42 @@ def decide(
     asked = [*{(subject.prompt(p), subject.answer(p)): p for p in asked if _has_room(subject, p)}.values()]
     first, rest = asked[:CHOOSING], asked[CHOOSING:]
     if len(rest) < CHOOSING or len({subject.answer(p) for p in asked}) < 2:
-        return Verdict.sound("too few problems with different gold answers of one turn"), None
+        return Verdict.sound("too few problems with different single-turn gold answers"), None
     own = _rates(subject, subject, first)
     if not matters(subject, first, own, [0.0] * len(own)):
         return Verdict.sound("gold answers are so likely that nothing is left to explain"), None
     best = _chosen(subject, first, table.rows(subject))
     if best is None:
-        return Verdict.sound("nothing makes gold answers likelier"), None
+        return Verdict.sound("no alternative makes gold answers more likely"), None
     before = _rates(subject, subject, rest)
     with best.apply(subject) as changed:  # may change the subject's own model, so `before` comes first
         if not matters(subject, first, own, _rates(subject, changed, first)):
-            return Verdict.sound("nothing makes gold answers likelier by enough"), best
+            return Verdict.sound("no alternative makes gold answers sufficiently more likely"), best
         tested = Likelier(best, rest, before, _rates(subject, changed, rest))
     blind, enough = subject.blind, matters(subject, rest, tested.before, tested.after)
     if -fmean(tested.after) >= blind or tested.chance > alpha or not enough:
-        return Verdict.sound("what is likelier on some problems is not on others"), best
+        return Verdict.sound("the gain on the first problems is not confirmed on further ones"), best
     if tested.gain <= table.least * -fmean(tested.before) or (table.knows and not _tells_apart(subject, tested)):
-        return Verdict.sound("most of the NLL stays"), best
+        return Verdict.sound("most of the NLL remains"), best
     for other in simpler:
         with other.apply(subject) as changed:
             if fmean(_rates(subject, changed, rest)) - fmean(tested.before) > SIMPLER * tested.gain:
-                return Verdict.sound(f"{other.name} explains as much"), best
+                return Verdict.sound(f"a simpler change explains the gain: {other.name}"), best
     return _confirmed(table, subject, tested, blind), best
 
 
 def _confirmed(table: Table, subject: Any, tested: Likelier, blind: float) -> Verdict:
     """The finding. Its severity depends on the NLL of the removed tokens, the NLL reduction and the rewards."""
     guessed, by = -fmean(tested.before) >= blind, tested.by
-    evidence = f"gold answers are {tested.gain:.2g} nats a token likelier {by.name} ({len(tested.before)} problems, "
-    evidence += f"chance {tested.chance:.1g})"
+    evidence = (
+        f"gold answers are {tested.gain:.2g} nats per token more likely {by.name} ({len(tested.before)} problems, "
+    )
+    evidence += f"p-value {tested.chance:.1g})"
     if table.foreign:
         nll = _nll_of_left_out(subject, tested)
         if nll <= blind:
-            return Verdict.sound(f"{by.name}: the NLL of what is left out is low")
-        evidence += f", and what is left out has an NLL of {nll:.2g} nats a token"
+            return Verdict.sound(f"{by.name}: the removed text has a low NLL")
+        evidence += f", and the removed text has an NLL of {nll:.2g} nats per token"
     proven = tested.gain >= table.share * -fmean(tested.before)
     if table.earns and not proven:
         earned = earned_under(by, subject)
@@ -193,7 +195,7 @@ def _confirmed(table: Table, subject: Any, tested: Likelier, blind: float) -> Ve
         seems = earned is not None and not less and earned.other > earned.own and earned.chance <= LIKELY
         enough = {"not less": not less, "more": sure or (guessed and seems), "surely more": sure}[table.earns]
         if not enough:
-            return Verdict.sound(f"{by.name}: completions earn no more")
+            return Verdict.sound(f"{by.name}: completions earn no higher rewards")
         proven = sure and (guessed or table.foreign or table.knows)
         evidence += f"; completions earn {earned}" if earned is not None else ""
     severity = by.severity or (None if proven or not table.earns else "warning")
@@ -298,7 +300,7 @@ class Earned:
     sure: bool  # whether the hypothesis earns significantly more
 
     def __str__(self) -> str:
-        return f"{self.other:.3g} instead of {self.own:.3g} ({self.problems} problems, chance {self.chance:.1g})"
+        return f"{self.other:.3g} instead of {self.own:.3g} ({self.problems} problems, p-value {self.chance:.1g})"
 
 
 def earned_under(hypothesis: Hypothesis, subject: Any) -> Earned | None:

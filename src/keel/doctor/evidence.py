@@ -186,7 +186,11 @@ def more_groups(
         doubt = undecided(groups)
     if doubt:
         completions = sum(len(group.completions) for group in groups)
-        why = f"{setup.budget.doubt_s:g} s are up" if setup.budget.is_spent else "as many as are sampled"
+        why = (
+            f"the limit of {setup.budget.doubt_s:g} s is reached"
+            if setup.budget.is_spent
+            else ("the limit of completions is reached")
+        )
         setup.budget.undecided[code] = f"undecided after {completions} completions of {len(groups)} problems ({why})"
     return groups
 

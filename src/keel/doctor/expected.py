@@ -18,7 +18,7 @@ LEAST = 1e-6  # smallest factor of the displacement
 # nats; a tighter clamp (ratios under about 150) takes effect at every step and is part of the term
 LOOSE = 5.0
 REVERSED = "reversed k3"
-GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as k3 with its log-ratio turned round"}
+GRADIENT_MEANINGS = {**MEANINGS, REVERSED: "½∇χ²(policy‖ref), as of k3 with a reversed log-ratio"}
 
 
 @dataclass(frozen=True)

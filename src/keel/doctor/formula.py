@@ -33,7 +33,7 @@ class Formula:
     @property
     def advice(self) -> Advice:
         """The options that correct the pairing."""
-        return propose("set {}", self.change) if self.change else Advice("choose another pairing of docs/kl.md")
+        return propose("set {}", self.change) if self.change else Advice("choose another pairing from docs/kl.md")
 
 
 def formula_of(config: Mapping[str, Any], source: str = "keel") -> Formula | None:

@@ -132,19 +132,19 @@ def _gradient_findings(setup: KeelSubject, figures: dict[str, float], limit: flo
         active = [name for name, module in setup.policy.model.named_modules() if is_active_dropout(module)]
         yield finding(
             "scoring/dropout",
-            f"the gradient of log-probabilities is off by {error:.3g} of its size in training mode, by "
+            f"the relative error of the gradient of log-probabilities is {error:.3g} in training mode and "
             f"{eval_error:.1g} in evaluation mode; active dropout layers: "
             f"{', '.join(active[:3]) or 'none known to torch'}",
-            "dropout is on in the policy's pass: the first update makes policy and reference differ by it",
+            "dropout is on in the policy's training pass, and off in the reference and the sampler",
             no_dropout(setup.config),
         )
     elif by_rounding < ROUNDED_OFF * eval_error:  # otherwise rounding dominates this model's gradient
         yield finding(
             "scoring/gradient",
-            f"the gradient of training's log-probabilities is {size:.3g} times the size of the model's own and off by "
-            f"{error:.3g} of it, although their values agree",
-            "model.scorer detaches a part of what it computes, or runs without gradient",
-            "return log-probabilities that autograd can follow back to every trainable weight",
+            f"the gradient of training's log-probabilities has {size:.3g} times the norm of the model's own gradient "
+            f"and a relative error of {error:.3g}, although the values agree",
+            "model.scorer detaches a part of its computation, or runs without gradients",
+            "return log-probabilities through which autograd reaches every trainable weight",
         )
 
 
@@ -168,10 +168,10 @@ def _of_the_model(setup: KeelSubject) -> Iterator[Finding]:
         name, measured, slope = wrong[0]
         yield finding(
             "scoring/gradient",
-            f"moving {name} changes log-probabilities by {measured:.3g} a unit where autograd says {slope:.3g}; "
-            f"{len(wrong)} directions are off",
-            "a layer or a hook of the model changes gradients on their way: reverses, scales or cuts them",
-            "take hooks on parameters, gradient reversal and detach() out of the model that is trained",
+            f"the slope of log-probabilities along {name} is {measured:.3g} by finite differences and {slope:.3g} by "
+            f"autograd; {len(wrong)} directions differ",
+            "a layer or a hook of the model changes gradients in the backward pass: it reverses, scales or cuts them",
+            "remove parameter hooks, gradient reversal and detach() from the trained model",
         )
 
 
@@ -220,7 +220,7 @@ def wrong_derivatives(
         if (found := _wrong_slope(weights, slopes, value, generator)) is not None:
             wrong.append((name, *found))
         elif not whole and (found := _wrong_zeros(weights[0], slopes[0], value, generator, untrained.get(name))):
-            wrong.append((f"what has no gradient in {name}", *found))
+            wrong.append((f"entries without gradient of {name}", *found))
     return wrong
 
 

@@ -72,7 +72,7 @@ class KeelSubject(Subject):
         if power == "golds" and self.run.task.prompts_only:
             return "the task has no gold answers"
         if power == "rewards" and (self.failures or self.built.judge.remote):
-            return "a reward failed" if self.failures else "the judge is elsewhere, and asked as little as can be"
+            return "a reward failed" if self.failures else "the judge is remote, so its calls are limited"
         return super().lacks(power)
 
     def spelled(self, options: Options) -> Options:
@@ -359,9 +359,13 @@ def _policy(config: Config, task: Task | None, limit_s: float) -> tuple[LoadedMo
         started = cached_sft(loaded, start, report)
     except _OutOfTime:
         cut = f"{done} of {start.options.steps} steps of its warm start ({time.monotonic() - began:.0f} s)"
-        return loaded, (*notes, f"the policy has had {cut}: train once, and the doctor finds the whole one"), cut
+        return (
+            loaded,
+            (*notes, (f"the policy had only {cut}; train once, and the doctor will use the complete warm start")),
+            cut,
+        )
     if started.cache_file is not None:
-        return loaded, (*notes, f"the warm start was made before and is taken from {started.cache_file}"), None
+        return loaded, (*notes, f"the warm start was loaded from the cache: {started.cache_file}"), None
     return loaded, (*notes, f"the warm start ran its {done} steps in {time.monotonic() - began:.0f} s"), None
 
 

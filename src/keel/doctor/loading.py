@@ -45,14 +45,14 @@ def token_ids(subject: KeelSubject) -> Iterator[Hypothesis]:
     for by in filter(None, dict.fromkeys((*NEAR, -len(special), len(special)))):
         for kind, fixed in (("ordinary ", special), ("", frozenset[int]())):
             shift = partial(_shifted, by=by, fixed=fixed, size=size)
-            where = f"where the ids of all {kind}tokens are {abs(by)} {'higher' if by > 0 else 'lower'}"
+            where = f"if the ids of all {kind}tokens are {abs(by)} {'higher' if by > 0 else 'lower'}"
             yield named(where, shift)
     problems = [problem for problem in subject.problems(TESTING) if subject.answer(problem)]
     used = {token for problem in problems for part in own_parts.values() for token in part(problem)}
     if spelt := _spelt_out(tokenizer, used):
         names = ", ".join(repr(tokenizer.decode([token])) for token in sorted(spelt)[:4])
         yield named(
-            f"where tokens that were added to the vocabulary, such as {names}, are written as before",
+            f"if tokens that were added to the vocabulary, such as {names}, are encoded as before they were added",
             lambda tokens: tuple(t for token in tokens for t in spelt.get(token, (token,))),
         )
 
@@ -87,9 +87,12 @@ ALL_PAIRS = 6  # up to this many layers, all pairs are swapped; with more, only 
 BASES = (1e4, 5e5, 1e6)  # bases of rotary positions
 ACTIVATIONS = ("silu", "gelu", "relu")
 _FUNCTIONS = ("act_fn", "activation_fn", "act")  # attribute names of the activation in common modules
-_CONVERTED = "the checkpoint was converted wrongly: what was trained for one place is loaded into another"
-_OTHER = "the model is built with settings that it was not trained with: its config.json or its code is another one's"
-_STRANGE = "the adapter was not trained on this base, or is read in another way than it was trained"
+_CONVERTED = "the checkpoint was converted wrongly: weights are loaded into the wrong place"
+_OTHER = (
+    "the model is built with settings that it was not trained with: its config.json or its code belongs to another "
+    "model"
+)
+_STRANGE = "the adapter was not trained on this base model, or is applied differently than in its training"
 Setting = tuple[Any, str, Any]  # an object or dict, its attribute or key, and the new value
 Settings = Callable[[], list[Setting]]  # evaluated only when tried
 
@@ -127,8 +130,8 @@ def _loaded(name: str, cause: str, changed: Callable[[], Any]) -> Hypothesis:
             yield subject.swapped(judged=judged)
 
     advice = (
-        "convert the checkpoint anew with the config.json that it was trained with, and compare its logits with those "
-        "of the original before training"
+        "convert the checkpoint again with its original config.json, and compare its logits with the original model's "
+        "before training"
     )
     return Hypothesis(name, "model/missing-weights", cause, advice, apply)
 
@@ -184,12 +187,12 @@ def _settings(model: nn.Module) -> Iterator[tuple[str, str, Settings]]:
     for other in ACTIVATIONS if functions else ():
         function = ACT2FN[other]
         if not any(type(own) is type(function) for _, _, own in functions):
-            yield f"{other} for the activation", _OTHER, partial(_all_set, functions, function)
+            yield f"{other} as the activation", _OTHER, partial(_all_set, functions, function)
     rotary: list[Any] = [
         m for m in model.modules() if isinstance(f := getattr(m, "inv_freq", None), torch.Tensor) and f.dim() == 1
     ]
     for base in BASES if rotary else ():
-        yield f"rotary positions of base {base:g}", _CONVERTED, partial(_based, rotary, base)
+        yield f"a rotary base of {base:g}", _CONVERTED, partial(_based, rotary, base)
     attentions: list[Any] = [m for m in model.modules() if hasattr(m, "head_dim") and hasattr(m, "k_proj")]
     widths = {m.head_dim for m in attentions} | {2 * len(m.inv_freq) for m in rotary}
     plain = rotary and all(hasattr(m, "scaling") and not hasattr(m, "q_norm") for m in attentions)
@@ -197,12 +200,16 @@ def _settings(model: nn.Module) -> Iterator[tuple[str, str, Settings]]:
         for size in (width // 2, 2 * width):
             if size % 2 == 0 and not any(m.k_proj.weight.shape[0] % size for m in attentions):
                 settings = partial(_heads, attentions, rotary, width, size)
-                yield f"heads of {size} in place of {width} dimensions", _OTHER, settings
+                yield f"heads of {size} instead of {width} dimensions", _OTHER, settings
     configs: dict[int, Any] = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     windows = [config for config in configs.values() if getattr(config, "sliding_window", None)]
     if windows and all(hasattr(config, "max_position_embeddings") for config in windows):
         widened: list[Setting] = [(config, "sliding_window", config.max_position_embeddings) for config in windows]
-        yield f"no window of {windows[0].sliding_window} tokens", _OTHER, partial(list, widened)
+        yield (
+            f"no sliding window (the configured one has {windows[0].sliding_window} tokens)",
+            _OTHER,
+            partial(list, widened),
+        )
 
 
 def _all_set(owners: Sequence[tuple[Any, str, Any]], value: Any) -> list[Setting]:
@@ -274,7 +281,7 @@ TABLES: dict[str, Table] = {
 def measure_loading(subject: KeelSubject) -> Outcome:
     """Whether gold answers become much more likely with shifted token ids, or with changed weights or settings."""
     if found := sorted(subject.found.intersection(_CODES)):
-        return Outcome.of("loading", [Verdict.unchecked(_CODES, f"{found[0]} is found already")])
+        return Outcome.of("loading", [Verdict.unchecked(_CODES, f"{found[0]} was already found")])
     verdicts = []
     simpler = [hypothesis for name, hypothesis in subject.tried.items() if name in SIMPLER]
     for table in TABLES.values():

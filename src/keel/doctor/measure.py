@@ -89,15 +89,15 @@ def failed_measure(name: str, error: Exception) -> Outcome:
     reason = _reason(error)
     failure = finding(
         "doctor/probe-failed",
-        f"the probe of {name} ended in {reason}",
-        "a part that it tried raised an error; training would most likely meet the same one",
-        "fix that part, and run the doctor again: what depends on this probe is not known",
+        f"the probe {name!r} raised {reason}",
+        "a part of the run that the probe uses raised an error; training would probably raise the same error",
+        "fix this part and run the doctor again; the checks of this probe are incomplete",
     )
     return Outcome(name, (failure,), unchecked=(f"{name}: {reason}",))
 
 
 def no_memory_for(what: str, error: Exception) -> str:
-    return f"{what}: no memory left for it beside the run ({_reason(error)})"
+    return f"{what}: too little memory for this test beside the run ({_reason(error)})"
 
 
 def _reason(error: Exception) -> str:
@@ -131,7 +131,7 @@ class Measure:
         """Why the measure cannot run; empty if it can."""
         lacking = next((why for power in self.needs if (why := subject.lacks(power))), "")
         unsound = [name for name in self.after if name in outcomes and not outcomes[name].sound]
-        return lacking or (f"it tells nothing while {unsound[0]} is not sound" if unsound else "")
+        return lacking or (f"not tested until {unsound[0]!r} is sound" if unsound else "")
 
 
 def examine(
@@ -206,20 +206,24 @@ def _spelled(found: Finding, subject: Subject) -> Finding:
 def refused(name: str, refusal: KeelError) -> Outcome:
     """The outcome for an engine that refuses: a finding, and `name` as unchecked."""
     if isinstance(refusal, ModelMismatch):
-        code, cause = "sampler/other-model", "the sampler was started on another model than the one that is trained"
-        advice = "start the sampler on model.name of this configuration, or correct rollout.vllm.url"
+        code, cause = "sampler/other-model", "the sampler was started with another model than the trained one"
+        advice = "start the sampler with model.name of this configuration, or correct rollout.vllm.url"
     else:
-        code, cause = "sampler/stale", "the sampler keeps weights of its own that a sync does not bring up to date"
-        advice = "start the sampler anew, of this version of Keel; a backend of your own must load all that it is sent"
-    return Outcome(name, (finding(code, str(refusal), cause, advice),), unchecked=(f"{name}: the sampler was refused",))
+        code, cause = "sampler/stale", "a sync does not update the sampler's own copy of the weights"
+        advice = (
+            "restart the sampler with this version of Keel; your own backend must load every weight that it receives"
+        )
+    return Outcome(
+        name, (finding(code, str(refusal), cause, advice),), unchecked=(f"{name}: the sampler was rejected",)
+    )
 
 
 def _hung(name: str, hung: TooManyHungCalls) -> Outcome:
     """The outcome for rewards that do not return: a finding about the rewards."""
     failed = finding(
         "reward/failed",
-        f"while the probe of {name} asked for more rewards: {first_line(hung)}",
-        "a reward does not return in the time that it is given, or never",
-        "raise reward.timeout_s if the reward is slow, or fix it",
+        f"while the probe {name!r} computed further rewards: {first_line(hung)}",
+        "a reward function does not return within its time limit",
+        "raise reward.timeout_s if the reward is slow, or fix the reward",
     )
     return Outcome(name, (failed,), unchecked=(f"{name}: rewards did not return",))

@@ -72,7 +72,7 @@ def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]], thresholds:
     few = likelihoods(setup, problems[:FIRST], gold_texts(setup, problems[:FIRST]))
     if len(few) >= FEWEST and (own := association(few, range(len(few)))) > deviations_of(0.01):
         return AlignmentFit(OWN, own, own, len(few))
-    in_batch = _best(setup, problems, lambda count: shifts(range(count), "in a batch"), thresholds)
+    in_batch = _best(setup, problems, lambda count: shifts(range(count), "in the batch"), thresholds)
     if in_batch is not None:
         return in_batch
     rows = _rows(draw)
@@ -108,7 +108,7 @@ def shifts(numbers: Sequence[int], where: str) -> dict[str, Partners]:
     """The pairings for each shift, by row number; missing rows have no partner."""
     index = {number: i for i, number in enumerate(numbers)}
     return {
-        f"the one {abs(by)} {'after' if by > 0 else 'before'} theirs {where}": [index.get(n + by) for n in numbers]
+        f"{abs(by)} {'after' if by > 0 else 'before'} their own {where}": [index.get(n + by) for n in numbers]
         for by in range(-FARTHEST, FARTHEST + 1)
         if by
     }
@@ -132,11 +132,12 @@ def _rows(draw: Callable[..., Sequence[Problem]]) -> dict[int, Problem]:
 def _moved(fit: AlignmentFit, code: str, side: str) -> Finding:
     return finding(
         code,
-        f"after {fit.prompts} {side}prompts the model finds as gold answer {fit.which} likelier than others by "
-        f"{fit.deviations:.1f} standard deviations of a random pairing, their own by {fit.own:.1f}",
-        f"{side}answers and problems are shifted against each other: each problem is graded by another one's answer",
+        f"for {fit.prompts} {side}prompts, the gold answer {fit.which} is more likely than in a random pairing by "
+        f"{fit.deviations:.1f} standard deviations, and their own gold answer by {fit.own:.1f}",
+        f"{side}answers and problems are shifted against each other: each problem is graded with the answer of "
+        "another problem",
         f"check that prompt and answer of {side}problems are taken from the same row (sorting, filtering or joining "
-        "one column alone)",
+        "only one column shifts it)",
         severity="error",
     )
 
@@ -227,13 +228,13 @@ def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], threshol
         return
     yield finding(
         "data/misaligned",
-        f"after {len(likelihood)} prompts the model chooses among {len(texts)} answers ({100 * choice.mass:.0f} % of "
-        f"what it would write) and tells prompts apart ({choice.opinion:.2g} nats), but gold answers are "
-        f"{-support.mean():.2g} nats less likely after their own prompts than after others ({-deviations:.1f} standard "
-        "errors)",
-        "the answers belong to other problems, in no order (shuffled, sorted, joined by another key), or many are "
-        "wrong, or the model was taught another task than the data ask for, or they are the problems that it fails",
-        "read some rows, question beside answer; check that both are taken from the same row",
+        f"after {len(likelihood)} prompts, {len(texts)} answers have {100 * choice.mass:.0f} % of the model's "
+        f"probability, and its choice depends on the prompt ({choice.opinion:.2g} nats), but gold answers are "
+        f"{-support.mean():.2g} nats less likely after their own prompts than after others ({-deviations:.1f} "
+        "standard errors)",
+        "the answers belong to other problems (shuffled, sorted, or joined by a wrong key), or many answers are "
+        "wrong, or the model was trained on another task, or these are problems that the model fails",
+        "read some rows with question and answer; check that both are taken from the same row",
         severity="warning",
     )
 
@@ -277,7 +278,9 @@ def likelihoods(setup: KeelSubject, problems: Sequence[Problem], golds: Sequence
         if each * count > SECONDS:
             count = min(count, int(math.sqrt(SECONDS / each * count)))
             if count < FEWEST:
-                setup.budget.undecided["data/misaligned"] = f"{FEWEST} answers after {FEWEST} prompts take too long"
+                setup.budget.undecided["data/misaligned"] = (
+                    f"scoring {FEWEST} answers after {FEWEST} prompts takes too long"
+                )
                 return torch.zeros(0, 0)
     return torch.stack([row[:count] for row in rows[:count]])
 

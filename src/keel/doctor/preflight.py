@@ -140,7 +140,7 @@ def budget_note(setup: KeelSubject, whole: KeelSubject) -> str:
     rows, length = len(setup.batch.completions), max(len(c.tokens) for c in setup.batch.completions)
     return (
         f"passes over the model were tried on {rows} of {len(whole.batch.completions)} completions, up to {length} "
-        "tokens of each: it is large for this device"
+        "tokens of each, because the model is large for this device"
     )
 
 

@@ -68,43 +68,47 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
     """The explanations of a gap, in order of priority: the first that closes it is reported."""
     temperature = _fitting_temperature(subject)
     expected, scored = partial(_swapped, "forward_logp"), partial(_swapped, "score")
-    trains_only = "a layer that acts only in training mode is on while log-probabilities are computed"
+    trains_only = (
+        "a layer that is active only in training mode, such as dropout, is on while log-probabilities are computed"
+    )
     mode = within(lambda subject: eval_mode(subject.policy.model))
     yield Hypothesis("in evaluation mode", "scoring/dropout", trains_only, no_dropout(subject.config), mode)
     for name, code, cause, advice, apply in (
         (
-            "where each row has the scores of another one",
+            "when the rows of scores are reordered",
             "mismatch",
-            "model.scorer gives scores back in another order than its rows (rolled, or sorted and not put back)",
+            "model.scorer returns scores in another order than its rows (rolled, or sorted and not restored)",
             "return the scores in the order of the rows, or undo the sorting",
             expected(_other_rows),
         ),
         (
-            "beside rows of a completion's own length, without padding",
+            "when rows of equal length are batched without padding",
             "positions",
-            "padding moves the real tokens: position ids count it (left padding), or attention sees it",
+            "padding changes the scores of real tokens: position ids count the padding (left padding), or attention "
+            "includes it",
             "pad on the right, or give position_ids = attention_mask.cumsum(-1) - 1 and pass the attention mask",
             scored(partial(_apart, beside=2)),
         ),
         (
             "when each completion is scored alone",
             "mismatch",
-            "rows of a batch read each other: packed without a mask between them, or a cache that they share",
-            "let every row attend to its own tokens alone (a block-diagonal mask, cu_seqlens), at its own positions",
+            "rows of a batch attend to each other: they are packed without a mask between them, or share a cache",
+            "let every row attend only to its own tokens (a block-diagonal mask, cu_seqlens), with its own position "
+            "ids",
             scored(_apart),
         ),
         *(
             (
-                f"with log-probabilities from the logits one place {where} the right one",
+                f"with log-probabilities from the logits one position {where} the right one",
                 "shifted",
-                "logits and tokens are misaligned by one: logits at place i belong to token i + 1",
+                "logits and tokens are misaligned by one: logits at position i predict token i + 1",
                 _ALIGN,
                 expected(partial(_shifted, shift=shift)),
             )
             for shift, where in ((-1, "before"), (1, "after"))
         ),
         (
-            f"at temperature {temperature:.3g}, sampling has {subject.temperature:g}",
+            f"at temperature {temperature:.3g}, while sampling uses {subject.temperature:g}",
             "temperature",
             "model.scorer does not divide the logits by the temperature it is given",
             "compute log_softmax(logits / temperature) in model.scorer",
@@ -114,7 +118,7 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
             (
                 f"with {what}",
                 "positions",
-                "the position ids of the training pass are not those of the text",
+                "the training pass uses wrong position ids",
                 "give position_ids 0, 1, 2, … over prompt and completion",
                 expected(partial(_at_positions, positions=positions)),
             )
@@ -123,7 +127,7 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
         (
             "without the last token of each completion",
             "shifted",
-            "the scores end one token early, so that the end of the text is not trained",
+            "the scores end one token early, so the last token is not trained",
             _ALIGN,
             expected(_ended_early),
         ),
@@ -137,11 +141,11 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
     ):
         yield Hypothesis(name, f"scoring/{code}", cause, advice, apply)
     yield Hypothesis(
-        "where completions do not see their prompts",
+        "when completions do not attend to their prompts",
         "mask/attention",
-        "the training pass cannot see the prompt: a loss mask serves as the attention mask",
-        "let attention_mask be 1 on every real token (prompt, completion, tool output) and use the loss mask in the "
-        "loss alone",
+        "the training pass does not attend to the prompt: the loss mask is used as the attention mask",
+        "set attention_mask to 1 on every real token (prompt, completion, tool output), and use the loss mask only in "
+        "the loss",
         expected(_of_unseen_prompts),
     )
 
@@ -201,7 +205,7 @@ def _fitting_temperature(subject: Any) -> float:
 
 POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # (prompt length, completion length) → position ids
     "positions that begin at 1": lambda p, n: torch.arange(1, p + n + 1),
-    "positions that begin anew at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
+    "positions that restart at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
     "every position at 0": lambda p, n: torch.zeros(p + n, dtype=torch.long),
     "positions that count the completion only": lambda p, n: torch.cat(
         (torch.zeros(p, dtype=torch.long), torch.arange(1, n + 1))
@@ -298,7 +302,7 @@ CONDITIONS: tuple[tuple[str, Callable[[Any], AbstractContextManager[Any]]], ...]
     ("", nullcontext),
     ("", lambda subject: nullcontext(_padded(subject))),
     ("", lambda subject: nullcontext(_of_other_text(subject))),
-    ("without a gradient, and not with one, ", _without_gradient),
+    ("only in a pass without gradients, ", _without_gradient),
 )
 
 
@@ -325,7 +329,7 @@ def measure_scoring(subject: Subject) -> Outcome:
                 exact, found = _in_full_precision(subject)
                 verdicts += found
         except Exception as error:  # out of memory, or 16-bit kernels and buffers; training does not need this
-            why = f"it cannot be tried with these weights of 16 bits: {first_line(error)}"
+            why = f"this cannot be tested with these 16-bit weights: {first_line(error)}"
             verdicts.append(Verdict.unchecked(["scoring in fp32"], why))
     if all(verdict.state != "found" for verdict in verdicts):
         verdicts += _of_gradient(subject, exact)
@@ -351,7 +355,7 @@ def _explained(subject: Any, opened: OpenGap, label: str, *, narrow: bool = True
             finding(
                 "sampler/precision",
                 f"{size}; the same forward in bfloat16 is off by {average(rounding[written]):.3g} on average",
-                "model.scorer computes in half precision, the sampler in the weights' own",
+                "model.scorer computes in half precision, while the sampler uses the type of the weights",
                 "compute the log-softmax in fp32: logits.float() before log_softmax",
                 severity="warning" if mild else "error",
             )
@@ -364,8 +368,8 @@ def _explained(subject: Any, opened: OpenGap, label: str, *, narrow: bool = True
         finding(
             "scoring/mismatch",
             size + (f"; they are {factor:.3g} times the right ones" if scaled else ""),
-            "what training takes for log π(token) is something else: none of dropout, padding, shift, temperature, "
-            "positions and precision explains it",
+            "training does not compute the model's log-probabilities; dropout, padding, a shift, the temperature, "
+            "position ids and precision do not explain the difference",
             "compare model.scorer with logits[:, :-1] / temperature, log_softmax in fp32, gathered at tokens[:, 1:]",
         )
     )
@@ -422,12 +426,12 @@ def _of_changed_weights(subject: Subject) -> Iterator[Verdict]:
     yield Verdict.found(
         finding(
             "scoring/mismatch",
-            f"training's log-probabilities are right with the weights of the start; after a change of all trainable "
-            f"ones they have moved by up to {largest((scored - before)[written]):.3g} nats and are off by up to "
+            "training's log-probabilities are correct for the initial weights; after a change of all trainable "
+            f"weights, they have changed by up to {largest((scored - before)[written]):.3g} nats and are off by up to "
             f"{largest(errors):.3g}",
-            "what is scored does not follow the weights: scores of the same tokens are kept from before, or a part of "
-            "the pass has weights of its own",
-            "let model.scorer compute with the model that it is given at every call, without a cache",
+            "the scores do not follow the weights: they are cached, or a part of the pass uses its own copy of the "
+            "weights",
+            "let model.scorer compute with the model that is passed to it at every call, without a cache",
         )
     )
 
@@ -460,7 +464,7 @@ def _not_finite(subject: Subject, broken: int, total: int) -> Verdict:
             "scoring/non-finite",
             f"{broken} of {total} log-probabilities are NaN or infinite before any update",
             cause,
-            "load whole weights in model.name" if weights else either(wider, "fix model.scorer"),
+            "set model.name to a checkpoint with finite weights" if weights else either(wider, "fix model.scorer"),
         )
     )
 
@@ -478,17 +482,18 @@ def _random(subject: Subject, apart: float, figures: dict[str, float]) -> Verdic
             named = f"; active dropout layers: {', '.join(active[:3])}" if active else ""
             dropout = finding(
                 "scoring/dropout",
-                f"two passes over the same tokens differ by up to {apart:.3g} nats, with {switch} {again:.1g}{named}",
-                "dropout (or another layer that acts in training mode only) is on where log-probabilities are taken, "
-                "and off in the reference and the sampler",
+                f"two passes over the same tokens differ by up to {apart:.3g} nats, and by {again:.1g} with "
+                f"{switch}{named}",
+                "dropout (or another layer that is active only in training mode) is on when log-probabilities are "
+                "computed, and off in the reference and the sampler",
                 no_dropout(subject.config),
             )
             return Verdict.found(dropout, **figures)
     random = finding(
         "scoring/nondeterministic",
-        f"two passes over the same tokens differ by up to {apart:.3g} nats, in evaluation mode too",
-        "a kernel, the model or model.scorer draws random numbers or depends on what ran before",
-        "use attn_implementation=eager or sdpa, and take randomness out of the model's forward or of model.scorer",
+        f"two passes over the same tokens differ by up to {apart:.3g} nats, even in evaluation mode",
+        "a kernel, the model or model.scorer draws random numbers or depends on earlier calls",
+        "use attn_implementation=eager or sdpa, and remove randomness from the model's forward and from model.scorer",
         severity="error",
     )
     return Verdict.found(random, **figures)

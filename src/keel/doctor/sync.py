@@ -47,7 +47,10 @@ def measure_sync(subject: Any) -> Outcome:
     An engine that reports no log-probabilities is judged by its tokens. The original weights are then synced back.
     """
     if "sampler/noise" in subject.found:  # the engine repeats earlier answers, whatever its weights
-        return Outcome.of("weight sync", [Verdict.unchecked(["sampler/stale"], "the engine repeats itself")])
+        return Outcome.of(
+            "weight sync",
+            [Verdict.unchecked(["sampler/stale"], "the engine returns repeated completions (sampler/noise)")],
+        )
     limits, own = subject.thresholds, Reports.of(subject, subject.groups)
     at_first = errors(subject, batch_draws(subject))
     before = average(at_first)
@@ -57,22 +60,31 @@ def measure_sync(subject: Any) -> Outcome:
     again = subject.sample()
     back = average(errors(subject, draws(subject, again)))
     if not why and seen.tokens == _tokens(again) and seen.apart * sum(map(len, seen.tokens)) > _COPIED:
-        why = f"the same noise draws the same {len(seen.tokens)} completions before and after a change of all weights"
+        why = (
+            f"with the same noise, the engine draws the same {len(seen.tokens)} completions before and after a change "
+            "of all weights"
+        )
     if not why and back > max(limits["sync_gap_growth"] * before, limits["scoring_gap_half"]):
-        why = f"after the weights were restored and synced again the gap is {back:.3g} nats"
+        why = f"after the weights were restored and synced again, the gap is {back:.3g} nats"
     figures = {"log_ratio": seen.ratio}
-    line = f"weight sync: drawn tokens are {seen.ratio:.2g} nats more probable under the changed weights than the old"
+    line = (
+        f"weight sync: drawn tokens are {seen.ratio:.2g} nats more probable under the changed weights than under the "
+        "old ones"
+    )
     if len(at_first):
         figures |= {"gap_new": seen.new, "gap_old": seen.old, "gap_back": back}
-        line = f"weight sync: engine within {seen.new:.2g} nats of the changed weights, {seen.old:.2g} of the old ones"
+        line = (
+            f"weight sync: the engine's log-probabilities are within {seen.new:.2g} nats of the changed weights' and "
+            f"{seen.old:.2g} of the old ones'"
+        )
     if not why:
         proven = "" if subject.engine is None else subject.engine.proven
-        proof = (f"weight sync: tried and found sound: {proven}",) if proven else ()
+        proof = (f"weight sync: verified: {proven}",) if proven else ()
         return Outcome.of("weight sync", [Verdict.sound(line, **figures)], (line, *proof))
     stale = finding(
         "sampler/stale",
         why,
-        "the engine keeps weights of its own that sync does not bring up to date",
+        "sync does not update the engine's own copy of the weights",
         "let the engine's sync copy every trainable weight (LoRA: merge or send the adapter)",
     )
     return Outcome.of("weight sync", [Verdict.found(stale, **figures)], (line,))
@@ -119,16 +131,20 @@ def _unfollowed(subject: Any, seen: Synced, before: float, steady: bool) -> str:
     # perturbed weights have larger rounding errors in lower precision; a policy that was certain hides them
     narrow = decisive if before > limits["scoring_gap"] else _ROUNDED * seen.apart
     floor = narrow if before > limits["scoring_gap"] or subject.policy.dtype != torch.float32 else 0.0
-    lora = " (LoRA included: only the adapter was changed)" if subject.policy.lora is not None else ""
+    lora = " (LoRA: only the adapter was changed)" if subject.policy.lora is not None else ""
     after = f"after a change of all trainable weights and a sync{lora}"
     if seen.apart < _MOVED:
         return ""
     if seen.ratio < -decisive:
-        return f"{after} drawn tokens are {-seen.ratio:.3g} nats more probable under the old weights than the new ones"
+        return (
+            f"{after}, drawn tokens are {-seen.ratio:.3g} nats more probable under the old weights than under the new "
+            "ones"
+        )
     if steady and seen.new > max(limits["sync_gap_growth"] * before, limits["scoring_gap_half"], floor):
         return (
-            f"{after} the engine's log-probabilities are {seen.new:.3g} nats from the new weights' and {seen.old:.3g} "
-            f"from the old ones', {before:.3g} before: weights were left behind, or are used otherwise (a LoRA scale)"
+            f"{after}, the engine's log-probabilities are {seen.new:.3g} nats from the new weights' and "
+            f"{seen.old:.3g} from the old ones'; the gap was {before:.3g} before the change. Some weights were not "
+            "sent, or are applied differently (such as a LoRA scale)"
         )
     return ""
 
@@ -141,8 +157,9 @@ def _small_change(subject: Any) -> str:
     if seen.apart < _SEEN * max(average(errors(subject, before)), ROUNDING) or seen.new < _MISSED * seen.apart:
         return ""
     return (
-        f"after a change of all trainable weights by {_SMALL:.0%} of their size, which moves log-probabilities by "
-        f"{seen.apart:.3g} nats, and a sync the engine's are {seen.new:.3g} nats from the new weights'"
+        f"after a change of all trainable weights by {_SMALL:.0%} of their size and a sync, the engine's "
+        f"log-probabilities are {seen.new:.3g} nats from the new weights'; the change itself moves log-probabilities "
+        f"by {seen.apart:.3g} nats"
     )
 
 

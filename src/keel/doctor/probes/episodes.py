@@ -86,7 +86,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         "tool/failing",
         f"{between(useless(groups))} of what the environment answers on {len(groups)} problems is an error or nothing, "
         + (f"{shown.strip()!r} to {asked} different calls" if alike else f"such as {shown.strip()[:80]!r}"),
-        "the tool fails, or returns nothing, whatever it is asked"
+        "the tool fails or returns nothing for every call"
         if alike
         else "the tool fails, or the model's calls are not what it takes",
         "fix the tool: it should return a text for every argument that its types allow; where it is the calls, a "
