@@ -77,10 +77,10 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
 @pytest.mark.parametrize(
     ("wrong", "severity", "because"),
     [
-        ("clipped_on_the_wrong_side", "error", "cuts the wrong side"),
-        ("clipped_on_both_sides", "warning", "never comes back"),
-        ("not_clipped", "warning", "no limit"),
-        ("ratio_to_itself", "warning", "does not see the ratio"),
+        ("clipped_on_the_wrong_side", "error", "clips the wrong side"),
+        ("clipped_on_both_sides", "warning", "cannot move back"),
+        ("not_clipped", "warning", "not limited"),
+        ("ratio_to_itself", "warning", "ignores the ratio"),
     ],
 )
 def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
@@ -111,7 +111,7 @@ def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side:
     setup = build_subject(schooled_config("loss.num_iterations=4", *options))
     probe_update(setup, load_thresholds())
     named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
-    assert [f"have gone {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
+    assert [f"moved {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def spread(values: list[float], gold: float | None):
 def test_what_is_constant_because_all_is_solved_is_told_from_what_always_fails() -> None:
     ((code, severity, cause),) = spread([1.0] * 4, 1.0)
     assert (code, severity) == ("reward/constant", "warning")
-    assert "solves these problems already" in cause
+    assert "already solves" in cause
     ((code, severity, _),) = spread([0.0] * 4, 1.0)
     assert (code, severity) == ("reward/constant", "error")
     ((code, severity, _),) = spread([0.5, 0.5, 0.5, 0.52], 1.0)

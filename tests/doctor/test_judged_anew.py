@@ -97,9 +97,9 @@ def test_answers_of_another_column() -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        ("rows", "one and the same row"),
+        ("rows", "same embedding"),
         ("bits", "different values"),
-        ("cut", "at the largest value"),
+        ("cut", "largest magnitude"),
         ("pruned", "are zero"),
         ("half pruned", None),
         ("none", None),

@@ -105,7 +105,7 @@ def difference(dtypes: tuple[str, str] = ("float32", "float32")) -> WeightDiffer
         ((1.0, 0.0, 1.0), ("float32", "float32"), 1.0, "sums against means"),
         ((1.0, 0.0, 0.0), ("float32", "bfloat16"), 1.0, "bfloat16"),
         ((1.0, 0.0, 0.0), ("float32", "float32"), 2.0, "temperatures"),
-        ((1.0, 0.0, 0.0), ("float32", "float32"), 1.0, "other tokens or positions"),
+        ((1.0, 0.0, 0.0), ("float32", "float32"), 1.0, "different tokens or positions"),
     ],
 )
 def test_the_explanation_is_the_first_hypothesis_that_fits(

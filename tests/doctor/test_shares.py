@@ -203,7 +203,7 @@ FAULTS: list[tuple[str, list[str], str]] = [
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=1e-7"], "epsilon"),
     ("loss/clip", ["loss.num_iterations=2", "loss.epsilon=9"], "epsilon"),
     ("kl/controller", ["kl.controller={name: step, target: 600}"], "another unit"),
-    ("kl/controller", ["kl.controller={name: dual, target: 1000}"], "nothing reaches it"),
+    ("kl/controller", ["kl.controller={name: dual, target: 1000}"], "never reaches the target"),
     ("sampler/too-old", ["rollout.max_staleness=64", "optim.learning_rate=4e-3"], "max_staleness"),
     ("sampler/too-old", ["rollout.max_staleness=64", "optim.learning_rate=1.5e-3"], "max_staleness"),
 ]

@@ -137,10 +137,7 @@ def applied(drawn: Draws, alternative: Alternative, params: SamplingParams) -> D
 
 def _of_text(scaled: Scaled) -> Iterator[Alternative]:
     """Alternatives that depend on earlier tokens: penalties."""
-    cause = (
-        "the engine makes tokens less likely that stand in the prompt or were written before, so that the samples are "
-        "not the policy's"
-    )
+    cause = "the engine lowers the probability of tokens that occurred before, so the samples are not the policy's"
 
     def repetition(penalty: float) -> Callable[[Scaled], Tensor]:
         return lambda s: torch.where(
@@ -167,7 +164,7 @@ def _of_tokens(scaled: Scaled) -> Iterator[Alternative]:
         gains = -spread + (torch.where(counts > 0, -torch.inf, 0.0) if bias == -math.inf else bias * counts)
         what = "a ban" if bias == -math.inf else f"a bias of {bias:+.3g}"
         for token, gain, count, often in zip(*(v.tolist() for v in (columns, gains, counts, expected)), strict=True):
-            name = f"{what} on token {token} (drawn {count:.0f} times where {often:.3g} are expected)"
+            name = f"{what} on token {token} (drawn {count:.0f} times, {often:.3g} expected)"
             edit = _on_columns(_is_token(token), bias)
             yield Alternative(name, "the engine bans tokens or adds a bias to their logits", edit, gain)
 
@@ -184,7 +181,7 @@ def _of_length(scaled: Scaled, ends: list[int]) -> Iterator[Alternative]:
             any_end = one_hot(torch.tensor(ends), s.logits.shape[-1]).sum(0) > 0
             return (s.position < least)[:, None] & any_end.to(s.logits.device)
 
-        cause = "the engine lets no completion end before a least length"
+        cause = "the engine enforces a minimum length of completions"
         yield Alternative(f"no end before {least} tokens", cause, _on_columns(stopped, -math.inf), gain)
 
 
@@ -235,7 +232,7 @@ def _explanation(code: str, name: str, cause: str, drawn: Draws, params: Samplin
 
 def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Alternative]) -> Iterator[Explanation]:
     plain = unfiltered(sampling)
-    cause = "the engine samples otherwise than it is configured to, so that the samples are not the policy's"
+    cause = "the engine does not use the configured sampling options, so the samples are not the policy's"
     fitted = best_temperature(plain, lambda params: _unlikelihood(more, params))
     warm = replace(plain, temperature=fitted)
     yield _explanation("sampler/temperature", f"temperature {fitted:.3g}", cause, more, warm)
@@ -255,9 +252,9 @@ def drawn_finding(
 ) -> Finding:
     """The finding for the most likely distribution that the tokens do not reject."""
     sampling = setup.sampling
-    size = f"{len(more)} drawn tokens come from the policy's distribution with chance {chance:.1g}"
+    size = f"the p-value of {len(more)} drawn tokens under the policy's distribution is {chance:.1g}"
     if chance >= thresholds["sampler_draws"]:
-        size = f"{len(more)} drawn tokens are e^{odds:.3g} times likelier under other ways to draw"
+        size = f"{len(more)} drawn tokens are e^{odds:.3g} times more likely under other sampling options"
     small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
     better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
@@ -266,21 +263,23 @@ def drawn_finding(
     best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
     if best is not None:
         configured = (
-            f"rollout says temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
+            f"the configuration has rollout.temperature={sampling.temperature:g}, top_p={sampling.top_p:g} and "
+            f"top_k={sampling.top_k}"
         )
         return finding(
             best.code,
-            f"{size}; {best.name} explains them (chance {best.chance:.2g}), while {configured}",
+            f"{size}; {best.name} explains them (p-value {best.chance:.2g}), while {configured}",
             best.cause,
-            "pass rollout.temperature, top_p, top_k and min_p on to the engine as they are, and no penalties, bans or "
-            "least length (repetition_penalty=1): engines take defaults of their own from generation_config.json",
+            "pass rollout.temperature, top_p, top_k and min_p to the engine unchanged, without penalties, bans or a "
+            "minimum length (repetition_penalty=1); engines may take defaults from generation_config.json",
         )
-    nearest = "; ".join(f"{entry.name}: chance {entry.chance:.1g}" for entry in tried[:3])
+    nearest = "; ".join(f"{entry.name}: p-value {entry.chance:.1g}" for entry in tried[:3])
     return finding(
         "sampler/mismatch",
-        f"{size}; nothing that was tried explains them ({nearest})",
-        "the engine does not sample from this policy: other weights, another prompt, or its own way of drawing",
-        "check the engine's weights and the tokens it is given (Request.tokens, never encoded again)",
+        f"{size}; no tested alternative explains them ({nearest})",
+        "the engine does not sample from this policy: it uses other weights, another prompt, or another sampling "
+        "method",
+        "check the engine's weights and its input tokens (Request.tokens, without encoding them again)",
     )
 
 
@@ -306,7 +305,7 @@ def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) 
         "sampler/filter",
         f"rollout.top_p={sampling.top_p:g}, top_k={sampling.top_k}, min_p={sampling.min_p:g} cut off "
         f"{100 * cut:.1f} % of the probability on average: KL(sampler‖policy) is {kl:.3g} nats per token",
-        "completions come from the filtered distribution, ratios and KL are of the unfiltered policy",
+        "completions come from the filtered distribution, but ratios and KL refer to the unfiltered policy",
         setting("set {} for training", whole_distribution(setup.config.to_dict())),
         severity=_severity(kl, thresholds) if cut > thresholds["filtered_mass"] else "note",
     )

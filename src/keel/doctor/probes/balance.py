@@ -68,8 +68,8 @@ def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         betas, levels = steered(setup, measured, thresholds["kl_equilibrium"])
         figures |= {"equilibrium": statistics.median(levels), "typical_beta": statistics.median(betas)}
         lines.append(
-            f"balance: at β = {figures['typical_beta']:.3g} the KL term lets the policy go "
-            f"{figures['equilibrium']:.2g} nats per completion from the reference at most"
+            f"balance: at β = {figures['typical_beta']:.3g} the KL term permits a KL to the reference of at most "
+            f"{figures['equilibrium']:.2g} nats per completion"
         )
         findings += _too_strong(setup, measured, figures, thresholds)
     findings += _reward_scale(setup, figures, thresholds)
@@ -194,16 +194,16 @@ def _too_strong(
     warmup = setup.run.reward.warmup_steps
     yield finding(
         "kl/too-strong",
-        f"β = {beta:.3g} (the median over {setup.config.run.max_steps} steps) holds the policy within "
+        f"β = {beta:.3g} (the median over {setup.config.run.max_steps} steps) keeps the policy within "
         f"{figures['equilibrium']:.2g} nats per completion of the reference (under {limit:g}: no success rate can "
-        f"change by more than {math.sqrt(figures['equilibrium'] / 2):.1%}); an advantage of typical size "
-        f"{figures['advantage']:.2g} weighs {balance.advantage:.2g} in the loss, a nat of KL {beta * balance.kl:.2g}",
-        "the KL term rules the update: as soon as the policy learns something it is pulled back to the reference"
-        + ("; the controller does not let go of it within the run" if steers else "")
-        + ("; rewards differ by little, and loss.scale_rewards=none leaves it so" if small else "")
+        f"change by more than {math.sqrt(figures['equilibrium'] / 2):.1%}); in the loss, a typical advantage of "
+        f"{figures['advantage']:.2g} weighs {balance.advantage:.2g}, and a nat of KL weighs {beta * balance.kl:.2g}",
+        "the KL term dominates the update: it pulls the policy back to the reference before the policy can learn much"
+        + ("; the controller does not lower β enough within the run" if steers else "")
+        + ("; rewards differ by little, and loss.scale_rewards=none does not scale them" if small else "")
         + (f"; reward.warmup_steps={warmup} keeps the advantages small" if warmup > setup.config.run.max_steps else ""),
         propose(
-            "set {}, which does not hold it, or {}",
+            "set {}, which permits more KL, or {}",
             changes(tree, {"kl.beta": advised, **({"kl.controller": {"name": "fixed"}} if steers else {})}),
             no_penalty(tree),
         ),
@@ -238,11 +238,12 @@ def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
     figures["reward_spread"] = spread
     yield finding(
         "reward/scale",
-        f"rewards differ by {spread:.3g} within a group (std, over {limit:g}; {len(spreads)} groups), so that "
-        + " and ".join(f"{name}={value:.3g} acts like {value / spread:.2g}" for name, value in drowned.items())
+        f"the typical standard deviation of rewards within a group is {spread:.3g} (over {limit:g}; {len(spreads)} "
+        "groups), so "
+        + " and ".join(f"{name}={value:.3g} has the effect of {value / spread:.2g}" for name, value in drowned.items())
         + " on rewards of scale 1",
-        f"nothing divides the rewards by their spread before they meet {' and '.join(drowned)} "
-        f"(loss.scale_rewards={scale}, kl.placement={kl.placement}): next to them that is nothing",
+        f"rewards are not divided by their standard deviation before they are combined with {' and '.join(drowned)} "
+        f"(loss.scale_rewards={scale}, kl.placement={kl.placement}), which has almost no effect on this scale",
         propose(
             "set {}, or let the reward have a scale of 1",
             _after_division(setup) if in_reward else {"loss.scale_rewards": "group"},
@@ -299,7 +300,6 @@ def _entropy(
         "entropy/too-strong",
         f"the entropy bonus is {figures['entropy_share']:.1%} of the gradient (over {limit:.0%}): its norm is "
         f"{bonus:.2g}, that of the policy term {policy:.2g}",
-        f"loss.entropy_coef={coefficient:g} pays more for being unsure than the rewards pay for being right: the "
-        "policy drifts to noise",
+        f"loss.entropy_coef={coefficient:g} weighs entropy more than the rewards, so the policy drifts to noise",
         propose("set {}, or {}", {"loss.entropy_coef": 0.0}, {"loss.entropy_coef": advised}),
     )

@@ -90,7 +90,7 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
-        f"{100 * figures['end_rate']:.0f} % end by themselves, reward {figures['reward_mean']:.3g} ± "
+        f"{100 * figures['end_rate']:.0f} % end before the length limit, reward {figures['reward_mean']:.3g} ± "
         f"{figures['within_group_std']:.3g} within groups, entropy {100 * figures['entropy_share']:.0f} % of uniform",
         *(f"  {completion.text!r} → {reward.total:g}" for completion, reward in _examples(setup.groups)),
     )
@@ -123,19 +123,19 @@ def _failed(setup: KeelSubject) -> Iterator[Finding]:
         yield finding(
             "reward/non-finite",
             f"{count} got no finite reward; the first: {first}",
-            "the reward divides by zero, takes the logarithm of 0, or passes a NaN on",
+            "the reward divides by zero, takes the logarithm of 0, or returns a NaN that it computed",
             "fix the reward function; reward.on_error would only hide it",
         )
         return
     yield finding(
         "reward/failed",
         f"{count} could not be judged; the first: {first}",
-        f"the reward {first.function} raises, returns something that is no number, or does not return",
+        f"the reward {first.function} raises an error, returns a value that is not a number, or does not return",
         "fix the reward function, or raise reward.timeout_s if it is slow",
     )
 
 
-_LESS = "pay malformed output little less than a wrong answer (−0.3 or 0), in graded steps"
+_LESS = "give malformed output a reward slightly below that of a wrong answer (−0.3 or 0), in graded steps"
 
 
 def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
@@ -162,15 +162,18 @@ def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) ->
     yield finding(
         "reward/cliff",
         f"{between(sampled.shares)} of the completions of {len(sampled.groups)} groups earn {lowest:g} "
-        f"({100 * fails:.0f} % of those do not parse), a right answer {best:g}",
-        "failing costs far more than success earns: what is learned is to avoid it, and differences among the rest "
-        "are lost in rounding"
+        f"({100 * fails:.0f} % of those do not parse), and a correct answer earns {best:g}",
+        "the penalty for failure is far larger than the reward for success: the policy learns to avoid failure, and "
+        "differences among the other rewards are lost in rounding"
         if deep
-        else f"failing costs {-lowest / best:.2g} times what success earns, so that trying pays only for who is mostly "
-        "right"
+        else f"the penalty for failure is {-lowest / best:.2g} times the reward for success, so an attempt pays only "
+        "if most attempts succeed"
         if steep
-        else "failing costs about as much as success earns, so that one lucky completion rules the update of its group",
-        f"{_LESS}; reward.warmup_steps eases it in",
+        else (
+            "the penalty for failure is about as large as the reward for success, so one correct completion dominates "
+            "the update of its group"
+        ),
+        f"{_LESS}; reward.warmup_steps increases the weight of rewards gradually",
         severity=None if deep or sampled.mean >= thresholds["reward_cliff_share"] else "warning",
     )
 
@@ -193,11 +196,11 @@ def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thres
     if min(totals, default=0.0) > empty:
         yield finding(
             "reward/cliff",
-            f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a right one {best:g} at most, "
-            f"and no completion of {len(totals)} as little",
-            "the first completion that cannot be read rules the update, and differences among the rest are lost beside "
-            "it",
-            f"{_LESS}; nothing, if no completion can be empty",
+            f"an empty answer earns {empty:g} or less on all of {len(judged)} problems, a correct one earns at most "
+            f"{best:g}, and none of {len(totals)} completions earns as little",
+            "the first completion that cannot be parsed will dominate the update, and differences among the other "
+            "rewards will be lost",
+            f"{_LESS}; no change is needed if no completion can be empty",
             severity="warning",
         )
 
@@ -239,18 +242,18 @@ def _unparseable(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding
     unstopped = parsed_without_stop(setup, thresholds)
     yield finding(
         "output/unparseable",
-        f"none of {completions} completions of {len(groups)} problems has a form that the task can read (a chance of "
-        f"{sampled.chance:.1g} where {100 * healthy:.0f} % have)"
+        f"none of {completions} completions of {len(groups)} problems can be parsed by the task (p-value "
+        f"{sampled.chance:.1g} if {100 * healthy:.0f} % can be parsed)"
         if sampled.in_doubt
-        else f"{between([1 - share for share in sampled.shares])} of the completions of {len(groups)} problems have a "
-        "form that the task can read"
-        + ("" if unstopped is None else f", and {100 * unstopped:.0f} % without rollout.stop"),
-        "the model does not know the form that is asked for"
+        else f"{between([1 - share for share in sampled.shares])} of the completions of {len(groups)} problems can be "
+        "parsed by the task" + ("" if unstopped is None else f", and {100 * unstopped:.0f} % without rollout.stop"),
+        "the model does not know the requested format"
         if unstopped is None
-        else f"one of rollout.stop={list(setup.sampling.stop)} stands in what is to be read and cuts it off",
-        "ask for the form in the prompt (data.system_prompt), start with a warmstart, or reward the form by itself"
+        else f"one of rollout.stop={list(setup.sampling.stop)} occurs inside answers and cuts them off",
+        "request the format in the prompt (data.system_prompt), add a warmstart section, or reward the format "
+        "separately"
         if unstopped is None
-        else propose("{}, or stop texts that come after an answer or a call", {"rollout.stop": []}),
+        else propose("set {}, or use stop texts that occur only after an answer or a call", {"rollout.stop": []}),
         severity="error" if 1 - sampled.mean < thresholds["parse_rate"] and sampled.sure else "warning",
         share=sampled.mean,
     )
@@ -288,20 +291,21 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
         return
     flat = fmean(deviation <= SAME for deviation in spreads)
     more = times(setup.config.to_dict(), "rollout.num_generations", 2, "twice")
-    by_chance = f"a chance of {chance(groups):.1g} where one in {1 / rare:.0f} completions earns otherwise"
+    by_chance = f"p-value {chance(groups):.1g} if one in {1 / rare:.0f} completions earns another reward"
     if flat <= thresholds["zero_variance_groups"]:
         yield finding(
             "reward/weak",
             f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups, and under "
             f"{smallest:.3g} in {100 * few:.0f} % of them ({by_chance})",
-            "rewards of a problem hardly differ, so that the update is mostly noise",
+            "the rewards of a problem hardly differ, so the update is mostly noise",
             either("reward partial success", "choose harder or easier problems", more),
         )
         return
     totals = [reward.total for group in groups for reward in group.rewards]
     values = sorted({round(total, 6) for total in totals})
     same = (
-        f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: {values[:4]}; {by_chance})"
+        f"in {100 * flat:.0f} % of {len(groups)} groups, all completions earn the same reward (seen: {values[:4]}; "
+        f"{by_chance})"
     )
     means = (
         [fmean(reward.total >= gold - SAME for reward in group.rewards) for group in groups]
@@ -311,17 +315,17 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
     if at_least(means, level(thresholds)) > 1 - thresholds["healthy_parsed"] and fmean(means) > 1 - rare:
         yield finding(
             "reward/constant",
-            f"{same}: {between(means)} of the completions earn what a gold answer does",
-            "the model solves these problems already, so that there is no advantage and nothing left to learn",
-            either("choose harder problems", "make the reward ask for more"),
+            f"{same}: {between(means)} of the completions earn as much as a gold answer",
+            "the model already solves these problems, so there is no advantage and nothing left to learn",
+            either("choose harder problems", "make the reward stricter"),
             severity="warning",
         )
         return
     yield finding(
         "reward/constant",
         same,
-        "without a spread there is no advantage and no policy gradient",
-        either("choose problems that the model solves now and then", "reward partial success", more),
+        "if the rewards of a group are equal, there is no advantage and no policy gradient",
+        either("choose problems that the model sometimes solves", "reward partial success", more),
         severity="warning" if in_doubt else None,
         share=flat,
     )

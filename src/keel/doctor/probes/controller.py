@@ -57,37 +57,37 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
     high = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if b > growing), None)
     if unit not in UNITS:
         evidence = f"kl.controller={name} reads a KL in the unit {unit!r}, which is neither {' nor '.join(UNITS)}"
-        yield finding("kl/controller", evidence, "the loop cannot tell which KL to give it", f"set unit={UNITS[0]!r}")
+        yield finding("kl/controller", evidence, "the training loop does not know this unit", f"set unit={UNITS[0]!r}")
     elif not (math.isfinite(start) and start >= 0) or wrong is not None:
         where = f"β = {start:g} at the start" if wrong is None or not start >= 0 else _at(*wrong)
-        cause = "a coefficient below 0 rewards distance from the reference, one that is no number breaks the loss"
+        cause = "a negative coefficient rewards distance from the reference, and a non-finite one breaks the loss"
         yield finding("kl/controller", f"kl.controller={name} gives {where}", cause, fix)
     elif high is not None:
-        cause = f"the coefficient grows without a bound: kl.beta={configured:g} was asked for"
+        cause = f"the coefficient grows without bound, while kl.beta is {configured:g}"
         yield finding("kl/controller", f"kl.controller={name} gives {_at(*high)} (over {limit:g})", cause, fix)
     elif configured > 0 and min(every) > TIMES_MORE * configured and _follows(setup, start):
         yield finding(
             "kl/controller",
-            f"kl.controller={name} gives β = {start:g} at the start and never less than {min(every):g}, at a KL of "
-            f"{min(LEVELS):g} as well, where kl.beta={configured:g} is asked for",
-            "the controller takes kl.beta in another unit: in percent, or for a sum in place of a mean",
-            propose("let it start from the β that it is given, or set {}", {"kl.controller": {"name": "fixed"}}),
+            f"kl.controller={name} gives β = {start:g} at the start and never less than {min(every):g}, even at a KL "
+            f"of {min(LEVELS):g}, while kl.beta is {configured:g}",
+            "the controller reads kl.beta in another unit, such as percent, or for a sum instead of a mean",
+            propose("let the controller start from kl.beta, or set {}", {"kl.controller": {"name": "fixed"}}),
             severity="warning",
         )
     elif configured > 0 and max(every) == 0:
         yield finding(
             "kl/controller",
             f"kl.controller={name} gives β = 0 at the start and after {UPDATES} updates, whatever the KL is",
-            f"kl.beta={configured:g} never acts",
+            f"kl.beta={configured:g} has no effect",
             propose("fix the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
     elif start > 0 and max(acting) < min(FEW_UPDATES, setup.config.run.max_steps // (20 if name in SCHEDULES else 2)):
         yield finding(
             "kl/controller",
-            f"kl.controller={name} gives β = {start:g} at the start and 0 from update {max(acting) + 1} on, at a KL of "
-            f"{max(LEVELS):g} as well, up to {UPDATES} updates",
-            f"the penalty falls silent when it begins to be needed: kl.beta={configured:g} hardly acts",
+            f"kl.controller={name} gives β = {start:g} at the start and 0 from update {max(acting) + 1} on, even at a "
+            f"KL of {max(LEVELS):g} ({UPDATES} updates were simulated)",
+            f"the KL penalty ends before it is needed, so kl.beta={configured:g} has almost no effect",
             propose("fix the controller, or set {} if no penalty is wanted", no_penalty(setup.config.to_dict())),
             severity="warning",
         )
@@ -125,13 +125,19 @@ def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         "kl/controller",
         f"kl.controller.target={target:g} nats {unit}, {target * tokens:.3g} per completion of {length:.3g} tokens: β "
         + (
-            f"never rises above {start:g}, not at {most / tokens:.3g} nats {unit}, where the policy has left every "
-            "useful range"
+            f"never rises above {start:g}, even at {most / tokens:.3g} nats {unit}, which is far beyond any useful KL"
             if lax
-            else f"rises from {start:g} at {least / tokens:.2g} nats {unit}, where nothing can be seen to change"
+            else (
+                f"rises from {start:g} already at {least / tokens:.2g} nats {unit}, at which no change of the policy "
+                "is measurable"
+            )
         ),
         "the target is in another unit than the controller's, or mistyped: "
-        + ("nothing reaches it, and β only falls" if lax else "everything passes it, and β only rises"),
+        + (
+            "the KL never reaches the target, and β only falls"
+            if lax
+            else ("the KL always exceeds the target, and β only rises")
+        ),
         propose("set {}", {"kl.controller.target": usual}),
         severity="warning" if lax else None,  # a β that only rises dominates the update in the end
     )
@@ -162,8 +168,8 @@ def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thre
     evidence = cause = ""
     change: dict[str, object] = {}
     if start > 0 and figures["beta_arrived"] < 0.5:
-        evidence = f"{name} gives β of at most {max(betas):.3g} in {steps} steps, where {start:g} is meant"
-        cause = "its warm-up is longer than the run: the penalty never has the strength that was asked for"
+        evidence = f"{name} gives a β of at most {max(betas):.3g} in {steps} steps instead of {start:g}"
+        cause = "the warm-up is longer than the run, so β never reaches its configured value"
         option = "kl.controller.steps" if kl.controller.name == "warmup" else "kl.controller.warmup_steps"
         change = {option: max(1, steps // 10)}
     elif steers:
@@ -175,16 +181,18 @@ def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thre
         leap = max(FELT, MANY_FOLD * start) if start > 0 else math.inf
         if swing > thresholds["controller_swing"] and high > min(leap, thresholds["beta_strong"]):
             evidence = (
-                f"{name} takes β from {low:.2g} to {high:.3g} and back while the KL scatters by a quarter about its "
-                f"target of {level:g} (over {thresholds['controller_swing']:g} times)"
+                f"{name} takes β from {low:.2g} to {high:.3g} and back while the KL varies by a quarter around its "
+                f"target of {level:g} (a factor of more than {thresholds['controller_swing']:g})"
             )
-            cause = "it answers to noise: β is next to nothing at one step and rules the update a few steps later"
+            cause = (
+                "the controller reacts to noise: β is almost 0 at one step and dominates the update a few steps later"
+            )
         elif abs(figures["beta_steered"] - 1) < IDLE and max(far) < controller_bound(setup):
             evidence = (
-                f"{name} moves β from {start:g} to {max(far):g} in {steps} steps at {FAR_OVER:g} times its target of "
-                f"{level:g}"
+                f"{name} moves β from {start:g} to {max(far):g} in {steps} steps while the KL is {FAR_OVER:g} times "
+                f"its target of {level:g}"
             )
-            cause = "it is far too slow for this run: β is what it was at the start, whatever the KL does"
+            cause = "the controller is too slow for this run: β hardly changes, whatever the KL is"
         change = {"kl.controller": {"name": "pid", "target": level, "unit": controller.unit}}
     if evidence:
         yield finding("kl/controller", evidence, cause, propose("set {}", change), severity="warning")

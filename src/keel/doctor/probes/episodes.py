@@ -84,13 +84,13 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     alike = len(set(wrong)) == 1 and asked > 1
     yield finding(
         "tool/failing",
-        f"{between(useless(groups))} of what the environment answers on {len(groups)} problems is an error or nothing, "
-        + (f"{shown.strip()!r} to {asked} different calls" if alike else f"such as {shown.strip()[:80]!r}"),
+        f"{between(useless(groups))} of the environment's replies on {len(groups)} problems are errors or empty, "
+        + (f"{shown.strip()!r} for {asked} different calls" if alike else f"such as {shown.strip()[:80]!r}"),
         "the tool fails or returns nothing for every call"
         if alike
-        else "the tool fails, or the model's calls are not what it takes",
-        "fix the tool: it should return a text for every argument that its types allow; where it is the calls, a "
-        "warmstart section on gold episodes",
+        else "the tool fails, or the model's calls have a wrong format",
+        "fix the tool so that it returns a text for every allowed argument; if the calls are wrong, add a warmstart "
+        "section on gold episodes",
         severity="error" if fmean(useless(groups)) > thresholds["tool_errors_error"] else "warning",
     )
 
@@ -137,12 +137,12 @@ def _unfinished(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]
     turns = setup.config.rollout.max_turns
     yield finding(
         "output/truncated",
-        f"{between(sampled.shares)} of the episodes of {len(sampled.shares)} problems had more to do after their last "
-        f"turn (rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be read",
-        "the turns are used up before an answer is given, or the environment never ends an episode",
+        f"{between(sampled.shares)} of the episodes of {len(sampled.shares)} problems were not finished after their "
+        f"last turn (rollout.max_turns={turns}), and {100 * judged:.0f} % of those have an answer that can be parsed",
+        "the turn limit is reached before an answer is given, or the environment never ends an episode",
         either(
             times(setup.config.to_dict(), "rollout.max_turns", 3, "three times"),
-            "answer within them, and let Episode.step return None where the episode is over",
+            "let Episode.step return None when the episode is over",
         ),
         share=sampled.mean,
     )
@@ -180,10 +180,10 @@ def rejudged_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Fi
     yield finding(
         "reward/fickle",
         f"the same completions, judged again, earn rewards that differ by up to {worst:.3g}",
-        "the reward is random, or depends on the order of completions or on what it judged before"
+        "the reward is random, or depends on the order of completions or on earlier calls"
         if worst > thresholds["reward_spread"] * largest
-        else "a small part of the reward may be random, or depend on what was judged before",
-        "make the reward a function of the problem and the text alone",
+        else "a small part of the reward may be random, or depend on earlier calls",
+        "let the reward depend only on the problem and the text",
     )
 
 

@@ -92,8 +92,9 @@ def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         "entropy_uniform": math.log(setup.vocabulary),
     }
     line = (
-        f"exploration: entropy {figures['entropy_drawn']:.3g} nats per token as drawn, {figures['entropy_own']:.3g} at "
-        f"temperature 1 without filters; what is drawn is {figures['kl_drawn']:.2g} nats per token from the policy"
+        f"exploration: entropy {figures['entropy_drawn']:.3g} nats per token as drawn, {figures['entropy_own']:.3g} "
+        f"at temperature 1 without filters; the sampling distribution is {figures['kl_drawn']:.2g} nats per token "
+        "from the policy"
     )
     return Outcome("exploration", tuple(_findings(setup, figures, thresholds)), figures, (line,))
 
@@ -131,9 +132,9 @@ def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
     if differs and drawn < thresholds["exploration_least"] * own:
         yield finding(
             "rollout/temperature",
-            f"the entropy of what is drawn is {drawn:.2g} nats per token, that of the policy {own:.2g} at temperature "
-            f"1: {drawn / own:.1%} of it is left (under {thresholds['exploration_least']:.0%})",
-            f"{options}: the completions of a group become copies of one another, and nothing is compared",
+            f"the sampling distribution has an entropy of {drawn:.2g} nats per token, and the policy {own:.2g} at "
+            f"temperature 1: {drawn / own:.1%} of the entropy is left (under {thresholds['exploration_least']:.0%})",
+            f"with {options}, the completions of a group become nearly equal, so their rewards cannot be compared",
             propose("set {}", {**warm, **unfiltered(tree)}),
             # below LEAST_CHOICE, completions of a group are near copies in any case
             severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",
@@ -141,10 +142,10 @@ def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
     elif drawn > own and figures["kl_drawn"] > thresholds["exploration_noise"]:
         yield finding(
             "rollout/temperature",
-            f"what is drawn is {figures['kl_drawn']:.2g} nats per token from the policy at temperature 1 (over "
-            f"{thresholds['exploration_noise']:g}): entropy {drawn:.2g} nats per token where the policy's own is "
-            f"{own:.2g} and drawing blindly has {figures['entropy_uniform']:.2g}",
-            f"{options}: noise is drawn, not what the policy knows, so that rewards say little about it",
+            f"the sampling distribution is {figures['kl_drawn']:.2g} nats per token from the policy at temperature 1 "
+            f"(over {thresholds['exploration_noise']:g}): its entropy is {drawn:.2g} nats per token, the policy's is "
+            f"{own:.2g}, and that of uniform sampling is {figures['entropy_uniform']:.2g}",
+            f"with {options}, samples are mostly noise, so rewards say little about the policy",
             propose("set {}", {"rollout.temperature": 1.0}),
         )
 
@@ -192,10 +193,10 @@ def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> I
     first = different[0]
     yield finding(
         "eval/train-gap",
-        f"{len(different)} of {len(recorder.first)} prompts are other tokens in evaluation; {first.key!r} has "
-        f"{len(first.tokens)} against {len(trained[first.key])} in training",
-        "the two paths render prompts differently: the tokenizer or the task keeps a state",
-        "make task and tokenizer free of state; data.chat_template and data.system_prompt hold for both",
+        f"{len(different)} of {len(recorder.first)} prompts have other tokens in evaluation; {first.key!r} has "
+        f"{len(first.tokens)} tokens, and {len(trained[first.key])} in training",
+        "training and evaluation render prompts differently: the tokenizer or the task has a state",
+        "make the task and the tokenizer stateless; data.chat_template and data.system_prompt apply to both",
         severity="error",
     )
 
@@ -211,11 +212,11 @@ def _noise(setup: KeelSubject, used: SamplingParams | None, thresholds: Threshol
         return
     yield finding(
         "eval/train-gap",
-        f"evaluation draws at temperature {used.temperature:g} with an entropy of {entropy(evaluated):.2g} nats per "
-        f"token, training at {setup.temperature:g} with {entropy(trained):.2g}; that is {apart:.2g} nats per token "
-        f"from the policy (over {limit:g})",
-        f"eval.temperature={used.temperature:g}: what is scored is noise, and not what the policy has learned",
-        propose("set {}, the temperature of training, or 0 for greedy answers", {"eval.temperature": None}),
+        f"evaluation samples at temperature {used.temperature:g} with an entropy of {entropy(evaluated):.2g} nats per "
+        f"token, training at {setup.temperature:g} with {entropy(trained):.2g}; its distribution is {apart:.2g} nats "
+        f"per token from the policy (over {limit:g})",
+        f"eval.temperature={used.temperature:g}: the evaluated completions are mostly noise",
+        propose("set {} (the temperature of training), or 0 for greedy answers", {"eval.temperature": None}),
     )
 
 
@@ -236,8 +237,8 @@ def _beginnings(setup: KeelSubject) -> Iterator[Finding]:
             "eval/train-gap",
             f"all training prompts {where} with {decode(list(a[::order]))!r}, all held-out prompts with "
             f"{decode(list(b[::order]))!r}",
-            "task.held_out asks in another format than task.sample",
-            "make both with the same template",
+            "task.held_out and task.sample have different prompt formats",
+            "build the prompts of both with the same template",
         )
         return
 

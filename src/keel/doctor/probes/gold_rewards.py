@@ -224,11 +224,11 @@ def _over_before(setup: KeelSubject, lacking: Sequence[JudgedGold]) -> list[Judg
 def _unheard(over: Sequence[JudgedGold], judged: Sequence[JudgedGold]) -> Finding:
     return finding(
         "answer/unusable",
-        f"{len(over)} episodes of gold answers that earn nothing, of {len(judged)} that were judged, are over before "
-        f"the last of their {len(over[0].turns)} turns is said",
-        "the environment ends episodes before an answer can be given: a user who hangs up, a budget of turns or of "
-        "time that is spent too early, an end that is read into a call",
-        "let the step of an episode return None only after the answer",
+        f"of {len(judged)} judged episodes of gold answers, {len(over)} earn nothing and end before the last of their "
+        f"{len(over[0].turns)} turns",
+        "the environment ends episodes before an answer can be given: a simulated user stops, a budget of turns or "
+        "time is too small, or a call is taken for the end",
+        "let Episode.step return None only after the answer",
         severity="error",
     )
 
@@ -254,11 +254,12 @@ def _textless(judged: Sequence[JudgedGold], paid: Sequence[JudgedGold]) -> Findi
     low, high = min(row.gold for row in paid), max(row.gold for row in paid)
     return finding(
         "reward/exploit",
-        f"on {len(paid)} of {len(judged)} problems gold, wrong and empty answers earn the same, {low:.3g} to "
-        f"{high:.3g}, such as {paid[0].problem.key!r} with the gold answer {paid[0].turns[-1].strip()[-40:]!r}",
-        "the reward pays where it cannot judge, as where it cannot read the gold answer, or it judges something that "
-        "belongs to the problem, such as its prompt",
-        "let the reward read the completion's text, and pay nothing where it cannot read its own answer",
+        f"on {len(paid)} of {len(judged)} problems gold, wrong and empty answers earn the same reward ({low:.3g} to "
+        f"{high:.3g}), such as problem {paid[0].problem.key!r} with the gold answer "
+        f"{paid[0].turns[-1].strip()[-40:]!r}",
+        "the reward pays although it cannot judge (perhaps it cannot parse the gold answer), or it judges a part of "
+        "the problem, such as the prompt",
+        "let the reward judge the completion's text, and pay nothing if it cannot parse the gold answer",
         severity="error" if len(paid) > len(judged) / 2 else None,
     )
 
@@ -282,26 +283,27 @@ def _explained(
     if form is not None:
         content, name, count = form
         asked = earning or _asked_for(setup, name)
-        what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns on {count}"
+        what = f"{content} {'' if name == FORMS['{}'] else f'in the form {name} '}earns a reward on {count}"
         return finding(
             "reward/gold",
             f"{size}{written}; {what} of {len(lacking[:EXPLAINED])}"
-            + ("; prompts ask for that form, or completions have it" if asked else ""),
-            "the reward compares a value, and the gold answer is more than that"
+            + ("; the prompts request this format, or completions have it" if asked else ""),
+            "the reward compares a value, but the gold answer contains more than the value"
             if name == FORMS["{}"]
-            else f"the reward reads answers in a form that gold answers do not have: {name}",
-            "let task.gold return what the reward reads, and ask for that form in the prompt (data.system_prompt, or "
-            "the task's prompt)",
+            else f"the reward expects a format that gold answers do not have: {name}",
+            "let task.gold return the format that the reward expects, and request it in the prompt "
+            "(data.system_prompt, or the task's prompt)",
             severity="note" if asked else "warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
         )
     return finding(
         "reward/gold",
         size + written,
-        "the sign of the reward is reversed, or it pays for a distance: right answers earn least"
+        "the sign of the reward is reversed, or the reward is a distance: correct answers earn least"
         if fmean(row.is_least for row in lacking) > 0.9
-        else "the reward does not know its own answers: it compares with something else, such as another problem's "
+        else "the reward does not accept the gold answers: it compares with something else, such as another problem's "
         "answer, or pays for something else",
-        "check the reward with task.gold(problem), which must earn the most: keel check-task shows what each part pays",
+        "check the reward with task.gold(problem), which must earn the most; keel check-task shows the reward of each "
+        "part",
         severity="warning" if by_chance or len(lacking) < len(judged) / 2 else "error",
     )
 
@@ -348,9 +350,9 @@ def _contents(row: JudgedGold) -> dict[str, str]:
     candidates = {
         "the gold answer": gold,
         "the gold answer's last number": last_number(gold) or "",
-        "what follows its mark": behind,
-        "what its tag holds": (last_tag(gold) or "").strip(),
-        "what its box holds": boxed[-1] if boxed else "",
+        "the text after its mark": behind,
+        "the text in its tag": (last_tag(gold) or "").strip(),
+        "the text in its box": boxed[-1] if boxed else "",
         "its last line": gold.splitlines()[-1].strip() if gold else "",
         "problem.answer": str(answers[0]) if answers and answers[0] is not None else "",
         "the gold answer in lower case": gold.lower(),

@@ -53,10 +53,10 @@ class GradientNorms:
         if self.beta_for(0.5) is None:
             nothing = "the rewards do not differ" if self.policy == 0 else "the KL term has no gradient"
             return f"the KL's share of the gradient is unknown: {nothing}"
-        betas = ", ".join(f"{self.beta_for(share):.2g} for {share:.0%}" for share in shares)
+        betas = ", ".join(f"kl.beta={self.beta_for(share):.2g} for {share:.0%}" for share in shares)
         return (
-            f"KL is {self.share(beta):.1%} of the gradient at kl.beta={beta:g} and {kl:.2g} nats per token; "
-            f"kl.beta would be {betas}"
+            f"KL is {self.share(beta):.1%} of the gradient at kl.beta={beta:g} and {kl:.2g} nats per token; for other "
+            f"shares: {betas}"
         )
 
 
@@ -109,7 +109,9 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         policy, reference = policy_states(setup), reference_states(setup)
         figures = {"kl_perturbed": mean_kl(policy, reference)}
         if not math.isfinite(figures["kl_perturbed"]):
-            overflows = "kl/no-gradient, kl/reversed: policy and reference are no finite numbers at the states sampled"
+            overflows = (
+                "kl/no-gradient, kl/reversed: the logits of policy or reference are not finite at the visited states"
+            )
             return Outcome("kl_term", unneeded, figures, unchecked=(overflows,))
         if figures["kl_perturbed"] <= 0.0:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
@@ -123,7 +125,7 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         near = measure(target=NEAR_KL)
         measured = near if near.size < thresholds["kl_gradient_zero"] else measured
     if measured.kl < ROUNDING:
-        certain = "kl/no-gradient, kl/reversed: the KL of a policy that is certain of all it writes is a rounding error"
+        certain = "kl/no-gradient, kl/reversed: the policy is certain of every token, so its KL is only rounding"
         return Outcome("kl_term", unneeded, figures, unchecked=(certain,))
     used = setup.full_beta > 0 or config.kl.controller.name != "fixed"
     figures |= measured.figures()
@@ -169,8 +171,8 @@ def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresh
             "kl/no-gradient",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size} (at "
             f"{measured.kl:.2g} nats per token)",
-            f"{_term_label(setup)} has no expected gradient on the policy's own samples: β costs a pass and "
-            "holds nothing",
+            f"{_term_label(setup)} has no expected gradient on the policy's own samples: the term costs a pass and "
+            "does not constrain the policy",
             _proven_pairing(setup),
             # a penalty may intentionally start at this distance only
             severity="warning" if measured.kl < 2 * NEAR_KL else None,
@@ -186,8 +188,9 @@ def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresh
         along = (GRADIENT_MEANINGS[POLICY_REF] if near else measured.meaning).partition(":")[0]
         yield finding(
             "kl/scale",
-            f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} acts like {beta * factor:.3g}",
-            f"{_term_label(setup)} points along {along} and has another size",
+            f"the expected gradient is {factor:.3g} times {along} ({size}): β = {beta:g} has the effect of "
+            f"{beta * factor:.3g}",
+            f"{_term_label(setup)} has the direction of {along} but another size",
             _proven_pairing(setup, f"divide the estimator by {factor:.3g}"),
         )
         return
@@ -197,7 +200,7 @@ def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresh
         f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size}; the "
         f"term's mean is {measured.value:.3g} where the KL is {measured.kl:.3g}",
         f"{_term_label(setup)} follows {times}{measured.meaning}"
-        + (": it rewards distance" if measured.factor < 0 else _instead_of(expected)),
+        + (": it rewards distance from the reference" if measured.factor < 0 else _instead_of(expected)),
         _proven_pairing(setup),
     )
 
@@ -210,8 +213,8 @@ def _expected(setup: KeelSubject) -> str | None:
 
 def _instead_of(expected: str | None) -> str:
     if expected is not None:
-        return f", where the configured formula has {MEANINGS[expected].partition(':')[0]}: its code is broken"
-    return ", no KL between policy and reference"
+        return f"; the configured formula has {MEANINGS[expected].partition(':')[0]}, so its code is wrong"
+    return ", which is no KL between policy and reference"
 
 
 def _proven_pairing(setup: KeelSubject, otherwise: str = "") -> Advice:
@@ -219,7 +222,7 @@ def _proven_pairing(setup: KeelSubject, otherwise: str = "") -> Advice:
     formula = formula_of(setup.config.to_dict())
     change = {} if formula is None else formula.change
     if not change:
-        return Advice(otherwise or "fix the estimator or the loss: the formula that is configured is a right one")
+        return Advice(otherwise or "fix the code of the estimator or of the loss: the configured formula is correct")
     return propose(f"{otherwise}, or set {{}}" if otherwise else "set {}", change)
 
 
@@ -234,10 +237,12 @@ def _reward_scale(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Fin
     figures["effective_beta"] = setup.full_beta / std
     yield finding(
         "kl/scale",
-        f"rewards have std {std:.3g}: β = {setup.full_beta:g} acts like {setup.full_beta / std:.3g}",
-        f"kl.placement=reward is divided by the rewards' deviation (loss.scale_rewards={scale})",
+        f"rewards have a standard deviation of {std:.3g}, so β = {setup.full_beta:g} has the effect of "
+        f"{setup.full_beta / std:.3g}",
+        "with kl.placement=reward, the penalty is divided by the standard deviation of the rewards "
+        f"(loss.scale_rewards={scale})",
         propose(
-            "set {}, or {}, which comes after the division",
+            "set {}, or {}, which adds the penalty after the division",
             {"loss.scale_rewards": "none"},
             {"kl.placement": "advantage"},
         ),
@@ -254,7 +259,8 @@ def _unneeded(setup: KeelSubject) -> tuple[Finding, ...]:
             f"kl.beta={config.kl.beta:g} with loss.loss_type={config.loss.loss_type}",
             note.removeprefix("kl/unneeded: "),
             propose(
-                "set {} (the KL is still measured), or keep it if a skill outside the reward has to stay",
+                "set {} (the KL is still measured), or keep the penalty if the policy must keep skills that the "
+                "reward does not measure",
                 no_penalty(config.to_dict()),
             ),
         )

@@ -81,11 +81,11 @@ def _rejects(
     usual = float(f"{max(10 * distance, 5 * float(values.abs().quantile(0.9))):.1g}")
     yield finding(
         "kl/rejects-all",
-        f"at {distance:g} nats per token from the reference, which every policy that learns passes, {over} of {count} "
-        f"completions of {len(groups)} problems are over kl.collect_max={limit:g} (over {most:.0%}; by chance once in "
-        f"{1 / max(chance, 1e-300):.1g})",
-        "a completion's own KL is mostly noise: what the policy has just learned to prefer leaves the policy term, and "
-        "the KL penalty stays",
+        f"when the policy is {distance:g} nats per token from the reference, as every learning policy will be, {over} "
+        f"of {count} completions of {len(groups)} problems exceed kl.collect_max={limit:g} (over {most:.0%}; p-value "
+        f"{chance:.1g})",
+        "the KL of a single completion is mostly noise: completions that the policy has just learned to prefer leave "
+        "the policy term, while their KL penalty remains",
         propose("set {}, or {}", {"kl.collect_max": usual}, {"kl.collect_max": None}),
     )
 
@@ -115,9 +115,9 @@ def _skips(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds
         return
     yield finding(
         "guard/skips-all",
-        f"where gradient norms scatter by {SCATTER:.0%} from step to step, guards.grad_spike={spike:g} with "
-        f"on_spike=skip skips {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
-        "ordinary norms count as spikes; what is skipped leaves the running median, which then falls further",
+        f"if gradient norms vary by {SCATTER:.0%} from step to step, guards.grad_spike={spike:g} with on_spike=skip "
+        f"skips {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
+        "ordinary norms count as spikes; skipped norms are left out of the running median, which then falls further",
         propose("set {}, or {}", {"guards.grad_spike": 10.0}, {"guards.on_spike": "warn"}),
     )
 
@@ -136,9 +136,9 @@ def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> I
     advised = float(f"{thresholds['kl_over_budget'] * (1.0 if budget.unit == 'per_token' else length):.1g}")
     yield finding(
         "guard/skips-all",
-        f"kl.budget.max={budget.max:g} allows {allowed:.2g} nats per completion; the first update alone takes "
-        f"{update:.2g}, and under {least:g} nothing can be seen to change",
-        f"kl.budget.action={budget.action} ends every attempt to learn as soon as it begins",
+        f"kl.budget.max={budget.max:g} allows {allowed:.2g} nats per completion; the first update alone uses "
+        f"{update:.2g}, and below {least:g} no change of the policy is measurable",
+        f"kl.budget.action={budget.action} ends or rolls back the run before the policy can learn anything",
         propose("set {}", {"kl.budget.max": advised}),
     )
 
@@ -163,11 +163,11 @@ def _too_old(
     slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
     yield finding(
         "sampler/too-old",
-        f"samples may be {age} steps old, and in these the policy goes {figures['sample_age_kl']:.2g} nats per token "
-        f"{'where its updates' if deep else 'as a random walk of updates'} of {first.peak_kl:.2g} each"
-        f"{' point one way' if deep else ''} (over {limit:g})",
-        f"rollout.max_staleness={run.rollout.max_staleness}: what is trained on was drawn by another policy, further "
-        "away than weights can repair",
+        f"samples may be {age} steps old; in these, updates of {first.peak_kl:.2g} nats per token each move the "
+        f"policy by {figures['sample_age_kl']:.2g} {'if they have the same direction' if deep else 'as a random walk'} "
+        f"(over {limit:g})",
+        f"rollout.max_staleness={run.rollout.max_staleness}: the samples come from a policy that is too far away for "
+        "importance weights to correct",
         propose(
             "set {}, or {}",
             {"rollout.max_staleness": younger},
@@ -187,12 +187,12 @@ def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
         return
     yield finding(
         "reference/follows",
-        f"one step moves the policy by {update:.2g} nats per token, and the reference is replaced from "
-        f"reference.threshold={threshold:g} on",
-        "the reference takes the policy over at every step: the KL stays near 0 and holds nothing",
+        f"one step moves the policy by {update:.2g} nats per token, and the reference is replaced at "
+        f"reference.threshold={threshold:g}",
+        "the reference is replaced by the policy at every step: the KL stays near 0 and does not constrain the policy",
         either(
             propose("set {}, or {}", {"reference.threshold": 0.1}, {"reference": {"kind": "auto"}}),
-            "nothing, if the KL is meant to hold single steps, as in mirror descent",
+            "no change is needed if the KL should limit single steps, as in mirror descent",
             joined="; ",
         ),
     )
@@ -212,10 +212,10 @@ def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
         return
     yield finding(
         "loss/no-gradient",
-        f"{figures['left_out']:.0%} of the sampled tokens weigh 0 before anything was trained: policy over sampler "
-        f"lies outside of [{options.floor or 0:g}, {options.cap:g}] for them",
-        f"loss.mismatch.kind={options.kind} leaves out what should be trained: its limits are narrower than what the "
-        "sampler differs by, be it rounding or a fault of its own",
+        f"{figures['left_out']:.0%} of the sampled tokens have an importance weight of 0 before the first update: "
+        f"their ratio of policy over sampler is outside [{options.floor or 0:g}, {options.cap:g}]",
+        f"loss.mismatch.kind={options.kind} excludes tokens that should be trained: its limits are narrower than the "
+        "sampler's difference, which may be rounding or an error",
         propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.cap": 2.0, "loss.mismatch.floor": None}),
         severity=None if at_least(shares, level(thresholds)) > most else "warning",
     )
@@ -248,15 +248,18 @@ def clip_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
     back, ahead = (_cut(setup, run.loss, both, way * FAR_RATIO) for way in (-1, 1))
     figures |= {"clipped_back": back, "clipped_far": ahead}
     loss_name, users_own = f"loss.loss_type={config.loss_type}", is_import_path(config.loss_type)
-    right = "take the smaller of ρA and clip(ρ)A, as −torch.minimum(ρA, clip(ρ)A), or use a loss of Keel's own"
+    right = "use the smaller of ρA and clip(ρ)A, as in −torch.minimum(ρA, clip(ρ)A), or use one of Keel's losses"
     if back > limit:
         yield finding(
             "loss/clip",
-            f"at ratios of e and 1/e the gradient of {back:.0%} of the tokens is cut that have gone against their "
-            f"advantage (over {limit:.0%}), and of {ahead:.0%} of those that have gone the way of it",
-            f"{loss_name} cuts the wrong side: updates that overshoot go on, and what went wrong stays"
+            f"at ratios of e and 1/e, the gradient is clipped for {back:.0%} of the tokens that moved against their "
+            f"advantage (over {limit:.0%}), and for {ahead:.0%} of those that moved with it",
+            f"{loss_name} clips the wrong side: updates that overshoot continue, and wrong moves are not corrected"
             if ahead < 1 - limit
-            else f"{loss_name} clips the ratio alone: a token that was once pushed the wrong way never comes back",
+            else (
+                f"{loss_name} clips the ratio without regard to the advantage: a token that moved the wrong way "
+                "cannot move back"
+            ),
             right,
             severity=None if ahead < 1 - limit else "warning",
         )
@@ -276,33 +279,33 @@ def clip_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
     evidence = cause = ""
     severity: Severity = "warning"
     if tight:
-        evidence = (
-            f"of tokens that have gone {' or '.join(tight)} by {least:g} nats over {limit:.0%} have no gradient left"
-        )
-        cause = "the range has next to no room on that side, so that further updates of a batch are cut"
+        evidence = f"over {limit:.0%} of the tokens that moved {' or '.join(tight)} by {least:g} nats have no gradient"
+        cause = "the clip range leaves almost no room on that side, so further updates of a batch are clipped"
         severity = "error" if len(tight) == 2 else "warning"
     elif pushed > 0.9 * math.exp(HUGE_RATIO) > 2 * usually:
         evidence = (
-            f"tokens of a positive advantage are pushed {pushed:.3g} times as hard at a ratio of "
+            f"the gradient of tokens with a positive advantage is {pushed:.3g} times as large at a ratio of "
             f"{math.exp(HUGE_RATIO):.3g} as at 1"
         )
-        cause = "the ratio has no limit: what a batch has taught is taught again, and harder"
+        cause = "the ratio is not limited, so further updates of a batch amplify its first one"
     elif own is not None and ahead < 1 - limit < limit < _cut(setup, own, both, FAR_RATIO):
-        evidence = f"at a ratio of e the gradient of {ahead:.0%} of the tokens is cut"
-        cause = "the range cuts nothing, so that several updates of a batch are not held near what sampled it"
+        evidence = f"at a ratio of e, the gradient of {ahead:.0%} of the tokens is clipped"
+        cause = "the range clips nothing, so several updates of a batch may move far from the sampling policy"
     elif users_own and _is_blind(setup, both):
         evidence = (
-            f"every token is pushed as hard at ratios from {math.exp(-HUGE_RATIO):.2g} to {math.exp(HUGE_RATIO):.3g} "
-            "as at 1, although a batch is used several times"
+            f"the gradient of every token is the same at ratios from {math.exp(-HUGE_RATIO):.2g} to "
+            f"{math.exp(HUGE_RATIO):.3g} as at 1, although a batch is used several times"
         )
-        cause = "the loss does not see the ratio: later updates of a batch take its samples for new ones"
+        cause = "the loss ignores the ratio: later updates of a batch treat its samples as new ones"
     if evidence:
         options = ", ".join(f"loss.{name}={value:g}" for name, value in chosen.items())
         yield finding(
             "loss/clip",
-            evidence + (", unlike with the loss's own limits" if own else ""),
+            evidence + (", unlike with the loss's default limits" if own else ""),
             f"{options or loss_name}: {cause}",
-            propose("set {}, the loss's own", {f"loss.{name}": usual[name] for name in chosen}) if chosen else right,
+            propose("set {}, which is the loss's default", {f"loss.{name}": usual[name] for name in chosen})
+            if chosen
+            else right,
             severity=severity,
         )
 

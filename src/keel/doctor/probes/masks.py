@@ -53,7 +53,7 @@ def probe_masks(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 
 def _colored_masks(setup: KeelSubject) -> list[str]:
     """The first completion of a few groups: trained tokens in green, context dimmed."""
-    lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}read only{PLAIN}"]
+    lines = [f"masks: {TRAINED}trained{PLAIN} and {GIVEN}context{PLAIN}"]
     for group in setup.groups[:2]:
         completion = group.completions[0]
         decode = setup.policy.tokenizer.decode
@@ -109,11 +109,11 @@ def _unseen(
     if hidden:
         yield finding(
             "mask/attention",
-            f"changing tokens of {what} at places {[*hidden]} moves the log-probabilities of those after them by "
-            f"{max(hidden.values()):.1g} nats in training's pass, while the model's own forward answers",
-            f"the training pass cannot see {what}: a loss mask serves as the attention mask",
-            "let attention_mask be 1 on every real token (prompt, completion, tool output) and use action_mask in "
-            "the loss alone",
+            f"changing tokens of {what} at positions {[*hidden]} changes later log-probabilities by at most "
+            f"{max(hidden.values()):.1g} nats in training's pass, while those of the model's own forward change",
+            f"the training pass does not attend to {what}: the loss mask is used as the attention mask",
+            "set attention_mask to 1 on every real token (prompt, completion, tool output), and use action_mask only "
+            "in the loss",
         )
 
 
@@ -175,9 +175,9 @@ def _gradient(setup: KeelSubject) -> Iterator[Finding]:
         return
     yield finding(
         "mask/not-actions",
-        f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask leaves out",
-        f"loss.loss_type={setup.config.loss.loss_type} does not select by its mask",
-        "multiply by the mask that the loss is given, or use a loss of Keel's own",
+        f"∂loss/∂logp is not zero on {int((outside != 0).sum())} tokens that action_mask excludes",
+        f"loss.loss_type={setup.config.loss.loss_type} does not apply its mask",
+        "multiply by the mask that is passed to the loss, or use one of Keel's losses",
     )
 
 
@@ -227,7 +227,7 @@ def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     yield finding(
         "mask/not-actions",
         f"{int(marked.sum())} of {len(drawn)} trained tokens were not drawn from the policy{how}: {text!r}",
-        "tool output or other given text is marked as the policy's own and would be trained",
+        "tool output or other given text is marked as sampled by the policy and would be trained",
         "set Completion.action to False on every token that the engine did not sample",
     )
 
@@ -267,24 +267,26 @@ def _ends(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[Finding]:
         tail = sum(_after_the_end(turn, ends) for turn in past)
         yield finding(
             "mask/end",
-            f"{len(past)} of {len(turns)} completions go on after an end token; {tail} of their tokens are trained",
-            "the engine does not stop at the model's end token, or pads with it: the reward judges the text before it "
-            "and the tail is trained for it",
-            "cut completions after their first end token (Completion.tokens holds that one and nothing after it)",
+            f"{len(past)} of {len(turns)} completions continue after an end token; {tail} of the tokens after it are "
+            "trained",
+            "the engine does not stop at the model's end token, or pads with it, so tokens after the end of the "
+            "answer are trained",
+            "cut completions after their first end token (Completion.tokens ends with that token)",
         )
     elif bare:
         yield finding(
             "mask/end",
             f"{len(bare)} of {len(ended)} completions with stop_reason eos do not end with an end token "
             f"({', '.join(map(str, sorted(ends)))})",
-            "the engine strips the end token, so that ending is never trained and completions drift longer",
+            "the engine strips the end token, so the policy is never trained to stop and completions become longer",
             "keep the end token in Completion.tokens, with its log-probability and action True",
         )
     elif untrained:
         yield finding(
             "mask/end",
             f"the end token of {len(untrained)} of {len(ended)} completions is not an action",
-            "the end token is left out of the loss, so that ending is never trained and completions drift longer",
+            "the end token is left out of the loss, so the policy is never trained to stop and completions become "
+            "longer",
             "set Completion.action to True on the end token: the policy has sampled it",
         )
 
@@ -308,9 +310,9 @@ def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Threshold
         return
     yield finding(
         "mask/not-actions",
-        f"{missing} of {total} tokens of single turns are no actions, and they are what the policy draws (chance "
-        f"{chance:.2g}): the environment has said nothing there",
-        "the engine leaves tokens out that the policy sampled: they are not trained",
+        f"{missing} of {total} tokens of the engine's turns are not actions, although they fit the policy's "
+        f"distribution (p-value {chance:.2g}) and no reply of the environment stands there",
+        "the engine does not mark these sampled tokens as actions, so they are not trained",
         "set Completion.action to True on every token that the engine sampled",
     )
 

@@ -64,8 +64,8 @@ def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds
     yield finding(
         "prompt/format",
         _read(figures),
-        "the prompt's format or the tokenizer does not fit the model: spaces at its end, a chat template too many or "
-        "too few, token ids of another vocabulary",
+        "the prompt's format or the tokenizer does not fit the model: trailing spaces, a missing or repeated chat "
+        "template, or token ids of another vocabulary",
         "render the prompts as the model was trained on them (data.chat_template, data.system_prompt, the task's "
         "prompt), and load the tokenizer that belongs to model.name",
     )
@@ -92,9 +92,9 @@ def foreign_findings(
         "data/misaligned",
         f"{_read(figures)}; gold answers are {examples}, …; the best completion earns {best:.3g}, and a gold answer "
         f"{min(paid):.3g}",
-        "what is read as the answers is something else, such as another column of the data, or the model was taught "
+        "the answers are read from a wrong place, such as another column of the data, or the model was trained on "
         "another task",
-        "read some rows, question beside answer; check data.columns",
+        "read some rows with question and answer; check data.columns",
     )
 
 
@@ -121,12 +121,12 @@ def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thres
         return
     yield finding(
         "reward/gold",
-        f"{100 * fmean(gains):.0f} % of the completions to {len(gains)} problems have the number of their gold answer, "
-        f"beyond those that have another's (chance {by_mean(gains):.1g}); the best earns {best(groups):.3g}, a gold "
-        f"answer {min(paid):.3g}",
-        "the reward compares texts, and gold answers have a form that completions do not have",
-        "write the answers of the data as completions write them, compare values (task.answer, or a reward of your "
-        "own), or ask for that form in the prompt (data.system_prompt)",
+        f"on {len(gains)} problems, completions have their own gold answer's number {100 * fmean(gains):.0f} "
+        f"percentage points more often than another problem's (p-value {by_mean(gains):.1g}); the best completion "
+        f"earns {best(groups):.3g}, and a gold answer {min(paid):.3g}",
+        "the reward compares texts, and gold answers have another format than completions",
+        "write the answers of the data in the format of completions, compare values (task.answer, or your own "
+        "reward), or request the format of the data in the prompt (data.system_prompt)",
     )
 
 

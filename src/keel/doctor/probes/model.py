@@ -117,11 +117,11 @@ def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
 def _missing(setup: KeelSubject) -> Iterator[Finding]:
     """Report weights that the loader lists as missing, otherwise weights that cannot result from training."""
     policy = setup.policy
-    cause = "the checkpoint's names or shapes are not the model's: what is missing starts at random"
+    cause = "names or shapes in the checkpoint differ from the model's, so missing weights are random"
     advice = "load the checkpoint with the class it was saved from, and check the names in its files (model.name)"
     if policy.missing:
         others = [
-            f"{len(policy.unexpected)} of the checkpoint's are not the model's, such as {name}"
+            f"{len(policy.unexpected)} weights of the checkpoint are not part of the model, such as {name}"
             for name in policy.unexpected[:1]
         ]
         yield finding(
@@ -135,9 +135,9 @@ def _missing(setup: KeelSubject) -> Iterator[Finding]:
     if left := unread(policy.model, policy.unexpected):
         yield finding(
             "model/missing-weights",
-            f"{len(left)} weights of the checkpoint are not read, although the model has others of their kind, such as "
+            f"{len(left)} weights of the checkpoint are not loaded, although the model has similar weights, such as "
             f"{', '.join(left[:3])}",
-            "the model is built smaller than the one that was saved: layers or biases that were trained are left out",
+            "the model is built smaller than the saved one: trained layers or biases are left out",
             "load the checkpoint with the config.json that it was saved with (num_hidden_layers, attention_bias)",
         )
         return
@@ -145,7 +145,7 @@ def _missing(setup: KeelSubject) -> Iterator[Finding]:
         yield finding(
             "model/missing-weights",
             *damage,
-            "take the weights as they were published, and train rows of new tokens before they are asked for",
+            "use the published weights, and train the embeddings of new tokens before prompts contain them",
         )
     elif fresh := _fresh_layers(setup):
         yield finding("model/missing-weights", fresh, cause, advice)
@@ -215,10 +215,9 @@ def _rows_alike(setup: KeelSubject) -> tuple[str, str] | None:
     same = [token for token, row in zip(used, which.tolist(), strict=True) if row == int(counts.argmax())]
     names = ", ".join(repr(tokenizer.decode([token])) for token in same[:4])
     return (
-        f"{len(same)} of {len(used)} tokens of prompts and gold answers have one and the same row of the embeddings, "
-        f"such as {names}",
-        "rows were lost or filled up where the vocabulary was resized or merged: the model cannot tell these tokens "
-        "apart",
+        f"{len(same)} of {len(used)} tokens of prompts and gold answers have the same embedding, such as {names}",
+        "embeddings were lost or filled when the vocabulary was resized or merged, so the model cannot distinguish "
+        "these tokens",
     )
 
 
@@ -239,20 +238,20 @@ DAMAGE = (
     _Damage(
         lambda row: float(1 < len(row.unique()) <= VALUES),
         0.5,
-        f"have {VALUES} different values at most",
-        "the weights were rounded to a few bits and read back as they were left",
+        f"have at most {VALUES} different values",
+        "the weights were rounded to a few bits",
     ),
     _Damage(
         lambda row: float((row.abs() == row.abs().max()).float().mean()),
         0.05,
-        "are at the largest value of their matrix",
-        "the range of a cast was too small and cut the weights off",
+        "have the largest magnitude of their matrix",
+        "the weights were cast to a type with a smaller range, which clipped them",
     ),
     _Damage(
         lambda row: float((row == 0).float().mean()),
         0.8,  # usual pruning removes half
         "are zero",
-        "the checkpoint was pruned, or lost its shards",
+        "the checkpoint was pruned, or shards are missing",
     ),
 )
 
@@ -269,7 +268,7 @@ def damaged_weights(setup: KeelSubject) -> tuple[str, str] | None:
         over = [share for share in map(damage.share, rows) if share > damage.most]
         if len(over) > len(rows) / 2:
             evidence = f"{100 * fmean(over):.0f} % of the entries of {len(over)} of {len(rows)} matrices"
-            return f"{evidence} {damage.evidence}", f"{damage.cause}: most of what was trained is lost"
+            return f"{evidence} {damage.evidence}", f"{damage.cause}, so most of the training is lost"
     return None
 
 
@@ -284,8 +283,8 @@ def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]
     if share > thresholds["lost_words"]:
         text, back = lost[0]
         yield tokenizer_finding(
-            f"{100 * share:.0f} % of the words of {len(texts)} texts do not come back from their tokens: "
-            f"{text[:50]!r} becomes {back[:50]!r}"
+            f"{100 * share:.0f} % of the words of {len(texts)} texts are lost by encoding and decoding: {text[:50]!r} "
+            f"becomes {back[:50]!r}"
         )
 
 
@@ -307,9 +306,9 @@ def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Threshol
     if not thresholds["relabelled_chance"] < chance < 1 - thresholds["relabelled_chance"]:
         return  # under its own tokenizer, a model finds tokens clearly more or less likely than random ones
     yield tokenizer_finding(
-        f"the model writes the tokens of gold answers and prompts with a log-probability of {own:.3g} on average, and "
-        f"random ones with {others:.3g} (these do as well with chance {chance:.2g}), although it is sure of what it "
-        f"writes (entropy {entropy:.2g} of {uniform:.2g} nats)"
+        f"the model gives the tokens of gold answers and prompts a log-probability of {own:.3g} on average, and "
+        f"random tokens {others:.3g} (p-value {chance:.2g}), although the model is confident (entropy {entropy:.2g} "
+        f"of {uniform:.2g} nats)"
     )
 
 
@@ -337,8 +336,8 @@ def _beyond(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) 
     mass = float(written[size:].sum())
     if mass > thresholds["unknown_tokens"]:
         yield tokenizer_finding(
-            f"over {len(chosen)} prompts and gold answers the model gives {100 * mass:.0f} % of its probability to "
-            f"{len(written) - size} ids that are no token of the tokenizer"
+            f"on {len(chosen)} prompts and gold answers, the model gives {100 * mass:.0f} % of its probability to "
+            f"{len(written) - size} ids that the tokenizer does not have"
         )
 
 
@@ -356,8 +355,8 @@ def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> 
     names = {i: repr(tokenizer.decode([i], skip_special_tokens=False)) for i in (*ends, *others[:1])}
     if others and float(after[others[0]]) > thresholds["end_share"] and ended < 1 - thresholds["end_share"]:
         yield _end_token(
-            f"after {len(chosen)} gold answers the model writes {names[others[0]]} with probability "
-            f"{float(after[others[0]]):.2g}, which ends no completion, and {', '.join(names[i] for i in ends)} with "
+            f"after {len(chosen)} gold answers, the model writes {names[others[0]]} with probability "
+            f"{float(after[others[0]]):.2g}, which is not an end token, and {', '.join(names[i] for i in ends)} with "
             f"{ended:.2g}",
             "the tokenizer's eos_token and the generation config do not name the token that ends the model's turns",
         )
@@ -367,8 +366,8 @@ def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> 
         stopped = sum(completion.tokens[-1] == token for completion in turns)
         if stopped > 1 and float(after[token]) < 1 - thresholds["end_share"]:
             yield _end_token(
-                f"{stopped} of {len(turns)} turns end at {names[token]}, which is no special token, and after gold "
-                f"answers the model writes it with probability {float(after[token]):.2g}",
+                f"{stopped} of {len(turns)} turns end at {names[token]}, which is not a special token, and after gold "
+                f"answers the model writes {names[token]} with probability {float(after[token]):.2g}",
                 "an ordinary token ends completions before the model's answer does",
             )
             return
@@ -379,6 +378,6 @@ def _end_token(evidence: str, cause: str) -> Finding:
         "model/end-token",
         evidence,
         cause,
-        "set eos_token_id in the model's generation config (and eos_token of the tokenizer) to the token that ends its "
-        "turns; rollout.stop can name its text meanwhile",
+        "set eos_token_id in the model's generation config (and eos_token of the tokenizer) to the token that ends "
+        "its turns; until then, add its text to rollout.stop",
     )

@@ -41,11 +41,11 @@ def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         figures |= amplification(spread, rows.rewards, scale)
         findings = tuple(_amplified(setup, figures, scale, thresholds))
         lines.append(
-            f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; differences of reward are "
+            f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; reward differences are "
             f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
         )
     else:
-        lines.append("no group has rewards that differ: there is no spread to divide by")
+        lines.append("no group has rewards that differ, so there is no standard deviation to divide by")
     findings = (*findings, *_dealt_out(setup))
     return Outcome("advantage", findings, figures, tuple(lines))
 
@@ -57,10 +57,10 @@ def _dealt_out(setup: KeelSubject) -> Iterator[Finding]:
         return
     yield finding(
         "reward/gold",
-        f"reward.shuffle={seed} deals the rewards of each group out at random: a right answer earns no more than a "
-        "wrong one",
-        "this is a control that must not learn: whatever moves in it is not the rewards' doing",
-        propose("nothing, if the control is meant; to train, set {}", {"reward.shuffle": None}),
+        f"reward.shuffle={seed} shuffles the rewards within each group: a correct answer earns no more than a wrong "
+        "one",
+        "this is a control experiment that cannot learn: its metrics do not change because of rewards",
+        propose("no change is needed if the control is intended; to train, set {}", {"reward.shuffle": None}),
         severity="warning",
     )
 
@@ -110,11 +110,13 @@ def _amplified(setup: KeelSubject, figures: dict[str, float], scale: str, thresh
     times = figures["amplification" if typical else "amplification_max"]
     yield finding(
         "advantage/amplified",
-        f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: differences "
-        f"of reward are multiplied by {times:.3g} (over {limit:g})",
-        f"loss.scale_rewards={scale} divides advantages by a spread that is nearly nothing, so noise in the "
-        "reward becomes an update of full size",
-        propose("set {} (as dr_grpo does), or make the reward tell completions apart", {"loss.scale_rewards": "none"}),
+        f"the {'typical' if typical else 'smallest'} within-group std is {1 / times - EPSILON:.3g}: reward "
+        f"differences are multiplied by {times:.3g} (over {limit:g})",
+        f"loss.scale_rewards={scale} divides advantages by a standard deviation near 0, so noise in the reward causes "
+        "updates of full size",
+        propose(
+            "set {} (as dr_grpo does), or make the reward distinguish completions more", {"loss.scale_rewards": "none"}
+        ),
         severity=None if typical else "note",
     )
 
@@ -152,9 +154,10 @@ def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
     findings = [*pushes, *controller_findings(setup, figures, thresholds)]
     line = (
-        f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens the way of their advantage, "
-        f"{figures.get('factor', 0.0):.3g} times as far as its reduction says; β is {figures['beta_start']:.3g} at "
-        f"first and at most {figures['beta_most']:.3g} on series of KL up to {max(LEVELS):g}"
+        f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens in the direction of their "
+        f"advantage, with {figures.get('factor', 0.0):.3g} times the weight of its reduction; β is "
+        f"{figures['beta_start']:.3g} at first and at most {figures['beta_most']:.3g} in simulations with a KL of up "
+        f"to {max(LEVELS):g}"
     )
     return Outcome("objective", tuple(findings), figures, (line,))
 
@@ -223,35 +226,35 @@ def _pushes(
         both = min(away) > thresholds["loss_wrong_way"]
         yield finding(
             "loss/sign",
-            f"at ratio 1 {away[0]:.0%} of the tokens with a positive advantage are made less likely and {away[1]:.0%} "
-            "of those with a negative one more likely",
-            f"{loss_name} has its sign reversed: it trains towards what earns less"
+            f"at ratio 1, {away[0]:.0%} of the tokens with a positive advantage are made less likely and "
+            f"{away[1]:.0%} of those with a negative one more likely",
+            f"{loss_name} has the wrong sign: it trains towards lower rewards"
             if both
             else f"{loss_name} does not use the advantage's sign",
-            "let the loss be −A times something that grows with logp, or use a loss of Keel's own",
+            "let the loss be −A times a function that increases with logp, or use one of Keel's losses",
         )
     elif max(dead) > thresholds["loss_dead_tokens"]:
         yield finding(
             "loss/no-gradient",
             f"∂loss/∂logp is zero on {dead[0]:.0%} of the sampled tokens with a positive advantage and {dead[1]:.0%} "
             "of those with a negative one, at ratio 1 and β = 0",
-            f"{loss_name} carries no gradient there: logp is detached, or an advantage is cut off",
-            "check that the loss does not detach logp or clamp advantages, or use a loss of Keel's own",
+            f"{loss_name} has no gradient there: logp is detached, or advantages are clamped",
+            "check that the loss does not detach logp or clamp advantages, or use one of Keel's losses",
         )
     elif where := left_out(setup, alive | (against[mask] != 0)):
         yield finding(
             "loss/no-gradient",
             f"∂loss/∂logp is zero on {where}, at ratio 1 and β = 0, whatever the advantage",
-            f"{loss_name} cuts the batch: what is written there is sampled, earns and is never trained",
-            "let the loss cover every row and token of the mask that it is given (lengths from the mask, no constant)",
+            f"{loss_name} omits a part of the batch: these tokens are sampled and rewarded but never trained",
+            "let the loss cover every row and token of its mask (take lengths from the mask, not from a constant)",
         )
     elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
         yield finding(
             "loss/scale",
             f"∂loss/∂logp is {figures['factor']:.3g} times −A × the weight that the reduction gives a token",
-            f"{loss_name} is multiplied by something, such as the number of tokens: clipping, kl.beta and the entropy "
-            "bonus then weigh against another loss than they were set for",
-            "return the loss of each token before any reduction; the reduction is applied to it afterwards",
+            f"{loss_name} is multiplied by a factor, such as the number of tokens, which changes the relative weight "
+            "of clipping, kl.beta and the entropy bonus",
+            "return the loss of each token before any reduction; Keel applies the reduction afterwards",
         )
     elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
         spread = f"{float(push.min()):.3g} to {float(push.max()):.3g}"
@@ -260,9 +263,12 @@ def _pushes(
             "loss/scale",
             f"∂loss/∂logp over −A × the reduction's weight goes from {spread} over the tokens"
             + (f": it {by}" if by else ""),
-            f"{loss_name} weighs tokens or advantages in a way of its own"
-            + (", as where a mean is taken for a sum, or advantages are normalized twice" if by else ""),
-            either("return the loss of each token, with its own ratio" if by else "", "nothing, if that is meant"),
+            f"{loss_name} weighs tokens or advantages differently than the reduction"
+            + (", as when a mean is used instead of a sum, or advantages are normalized twice" if by else ""),
+            either(
+                "return the loss of each token, with its own ratio" if by else "",
+                "no change is needed if this is intended",
+            ),
             severity="warning" if by else "note",
         )
 
@@ -278,13 +284,16 @@ def weighed_by(mask: Tensor, push: Tensor, advantage: Tensor, thresholds: Thresh
     for way, power in (("grows with the length of the completion", 1), ("falls with the length of the completion", -1)):
         if len(lengths.unique()) > 1 and _even(push / lengths.double() ** power, thresholds):
             return way
-    for way, place in (("its distance from the end", ends[row] - column), ("its place", column - begins[row])):
+    for way, place in (
+        ("the distance to the end of the completion", ends[row] - column),
+        ("the position", column - begins[row]),
+    ):
         values = [push[place == number] for number in place.unique()]
         means = [float(part.mean()) for part in values]
         steady = means in (sorted(means), sorted(means, reverse=True))
         if len(means) > 2 and steady and all(_even(part, thresholds) for part in values):
             far = max(means) > thresholds["loss_factor"] * min(means)
-            return f"is decided by {way}" if far else ""
+            return f"depends mostly on {way}" if far else ""
     alike = [push[advantage == value] for value in advantage.unique()]
     signs = [push[sign] for sign in (advantage > 0, advantage < 0) if bool(sign.any())]
     by_size = all(_even(part, thresholds) for part in alike) and not all(_even(part, thresholds) for part in signs)
@@ -306,7 +315,9 @@ def left_out(setup: KeelSubject, alive: Tensor) -> str:
     dead = [int((~row).sum()) for row in rows]
     if sum(count > 0 for count in dead) <= ROWS * len(rows):
         return ""
-    return f"{sum(dead)} of the {sum(map(len, rows))} tokens of whole completions, {max(dead)} of one at most"
+    return (
+        f"{sum(dead)} of the {sum(map(len, rows))} tokens of complete completions (at most {max(dead)} per completion)"
+    )
 
 
 def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
@@ -352,19 +363,22 @@ def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Th
     if not bool(own.any()) and bool(others.any()) and int(in_row.max()) <= 1:
         yield finding(
             "loss/clip",
-            f"of {len(moved)} tokens of made-up completions none is pushed otherwise where its own old log-probability "
-            f"moves by {STEP:g} nats, and another token is for {int(others.any(-1).sum())} of them",
-            f"{loss_name} takes ratios to the old log-probability of another token: they are far from 1 at the first "
-            "update, and what is cut or weighed by them has nothing to do with how far the policy has moved",
-            "take the ratio of inputs.logp and inputs.old_logp at the same place (no roll, slice or flip of one alone)",
+            f"of {len(moved)} tokens of synthetic completions, none gets another gradient when its own old "
+            f"log-probability changes by {STEP:g} nats, but for {int(others.any(-1).sum())} of them the gradient of "
+            "another token changes",
+            f"{loss_name} computes ratios with the old log-probability of another token: these ratios are far from 1 "
+            "at the first update and do not measure how far the policy has moved",
+            "take the ratio of inputs.logp and inputs.old_logp at the same position (do not roll, slice or flip only "
+            "one of them)",
         )
     elif not 1 / limit <= times <= limit:
-        rule = "tokens that are rare" if times > 1 else "tokens that are sure already"
+        rule = "rare tokens" if times > 1 else "likely tokens"
         yield finding(
             "loss/scale",
-            f"where all tokens are e^{RARER:g} times as rare under old and new policy alike, so that ratios stay 1, "
-            f"the median token is pushed {times:.3g} times as hard (beyond {limit:g} times, or one over it)",
-            f"{loss_name} weighs tokens by their probability and not by the ratio: {rule} decide the update",
-            "use the ratio exp(logp − old_logp), or logp by itself; nothing, if that weight is meant",
+            f"if all tokens become less likely by a factor of e^{RARER:g} under both the old and the new policy, so "
+            f"that ratios stay 1, the gradient of the median token becomes {times:.3g} times as large (allowed: "
+            f"1/{limit:g} to {limit:g})",
+            f"{loss_name} weighs tokens by their probability instead of the ratio: {rule} dominate the update",
+            "use the ratio exp(logp − old_logp), or logp alone; no change is needed if this weight is intended",
             severity="warning",
         )

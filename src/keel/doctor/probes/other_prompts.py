@@ -66,7 +66,7 @@ def _hypotheses(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPr
     longest = max(len(group.prompt_tokens) for group in groups)
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, setup.policy.pad_id
     if bos is not None:
-        yield OtherPrompt("prompts with one BOS more", lambda tokens, _: (bos, *tokens))
+        yield OtherPrompt("prompts with an additional BOS", lambda tokens, _: (bos, *tokens))
         yield OtherPrompt("prompts without BOS", lambda tokens, _: tokens[1:] if tokens[0] == bos else tokens)
     yield OtherPrompt("prompts with EOS at their end", lambda tokens, _: (*tokens, eos))
     yield OtherPrompt("prompts with EOS before them", lambda tokens, _: (eos, *tokens))
@@ -74,7 +74,9 @@ def _hypotheses(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[OtherPr
     yield OtherPrompt("prompts padded on the right", lambda tokens, _: (*tokens, *(pad,) * (longest - len(tokens))))
     for label, again in _texts(tokenizer).items():
         yield OtherPrompt(label, partial(_encoded, again))
-    yield OtherPrompt("prompts whose special tokens are spelt out", partial(_encoded, _spelt_out(tokenizer)))
+    yield OtherPrompt(
+        "prompts whose special tokens are encoded as ordinary text", partial(_encoded, _spelt_out(tokenizer))
+    )
     for label, rendered in _renderings(setup, groups):
         yield OtherPrompt(label, partial(_of_group, rendered))
     for kind in _CUTS:
@@ -93,9 +95,11 @@ def _texts(tokenizer: Any) -> dict[str, Callable[[Tokens], Tokens]]:
 
     return {
         "prompts decoded and encoded again": again(str, special=True),
-        "prompts decoded and encoded again, with what the tokenizer adds": again(str, special=True, added=True),
+        "prompts decoded and encoded again, with the tokenizer's special tokens": again(str, special=True, added=True),
         "prompts without special tokens": again(str, special=False),
-        "prompts without special tokens, with what the tokenizer adds": again(str, special=False, added=True),
+        "prompts without their special tokens, with those that the tokenizer adds": again(
+            str, special=False, added=True
+        ),
         "prompts without the spaces at their ends": again(str.strip, special=True),
         "prompts with a space at their end": again(lambda text: f"{text} ", special=True),
         "prompts with a line break at their end": again(lambda text: f"{text}\n", special=True),

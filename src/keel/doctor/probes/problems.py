@@ -55,12 +55,12 @@ def leak_findings(
             continue
         found = finding(
             "prompt/answer-leak",
-            f"{shared.own} of {len(pairs)} {of} hold their own answer right after {shared.slot!r} (of others' answers "
-            f"{100 * shared.rate:.0f} %; chance {shared.chance:.1g}), such as {shared.text[-80:]!r}",
-            "the prompt is made of a row that holds the answer, so that copying earns the reward",
-            "leave the answer out of the prompt (task.sample, or the columns that the prompt is made of)",
+            f"{shared.own} of {len(pairs)} {of} contain their own answer right after {shared.slot!r} (other problems' "
+            f"answers: {100 * shared.rate:.0f} %; p-value {shared.chance:.1g}), such as {shared.text[-80:]!r}",
+            "the prompt is built from a row that contains the answer, so copying it earns the reward",
+            "leave the answer out of the prompt (task.sample, or the columns that the prompt is built from)",
         )
-        unsure = f"{found.advice}; nothing, if the task is to find or to copy it"
+        unsure = f"{found.advice}; no change is needed if the task is to find or copy it"
         yield found if cues is _CUES else replace(found, severity="warning", advice=unsure)
         return
 
@@ -80,10 +80,10 @@ def system_leaks(setup: KeelSubject, problems: Sequence[Problem], thresholds: Th
     yield finding(
         "prompt/answer-leak",
         f"{shared.own} of {len(pairs)} system messages are {shared.slot.replace(_HOLE, '…')[:80]!r} with their "
-        f"problem's own answer in it (of others' answers {100 * shared.rate:.0f} %; chance {shared.chance:.1g})",
-        "the system message is made of the column that holds the answer, so that copying it earns the reward",
+        f"problem's own answer in it (other problems' answers: {100 * shared.rate:.0f} %; p-value {shared.chance:.1g})",
+        "the system message is built from the column of the answers, so copying it earns the reward",
         "give the column of system messages in data.columns, or leave it out"
-        + ("" if bare else "; nothing, if the task is to say what it says"),
+        + ("" if bare else "; no change is needed if the task is to repeat it"),
         severity=None if bare else "warning",
     )
 
@@ -168,13 +168,15 @@ def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Find
     often = total > thresholds["problem_repeats"] * len(counts)
     staying = stay > _STAYING and len(counts) > 1.5 * max(map(len, sets)) and len(steps) > 3
     if len(counts) == 1 or staying or (often and (same or len(counts) < thresholds["distinct_problems"])):
-        each = ", the same at every step" if same and len(counts) > 1 else ", the same for steps on end" * staying
+        each = (
+            ", the same at every step" if same and len(counts) > 1 else ", the same for many steps in a row" * staying
+        )
         yield finding(
             "task/repeats",
-            f"{asked} problems of {len(steps)} steps are {len(counts)} different prompts{each} ({per_step} a step), "
-            f"such as {shown!r}",
-            "task.sample ignores its step, or the task has few problems, under whatever keys",
-            "draw problems by seed and step, as keel.envs.Task asks, or give the task more of them",
+            f"{asked} problems of {len(steps)} steps have {len(counts)} different prompts{each} ({per_step} per "
+            f"step), such as {shown!r}",
+            "task.sample ignores its step, or the task has few distinct problems, whatever their keys are",
+            "sample problems by seed and step, as keel.envs.Task requires, or add problems to the task",
             share=1.0,
         )
         return
@@ -182,10 +184,11 @@ def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Find
     if copies > _COPIED * asked and _chance_of_copies(steps) < thresholds["travel_chance"]:
         yield finding(
             "task/repeats",
-            f"{copies} of {asked} problems are copies of another one of their own step, far more than neighbouring "
-            f"steps share; such as {shown!r}",
-            "task.sample returns one problem several times: each copy is one prompt less in the step's update",
-            "draw the problems of a step without repetition; rollout.num_generations samples one more often",
+            f"{copies} of {asked} problems are copies of another problem of the same step, far more than neighbouring "
+            f"steps share, such as {shown!r}",
+            "task.sample returns a problem several times: each copy leaves one prompt fewer for the update of the step",
+            "sample the problems of a step without repetition; for more completions per problem, use "
+            "rollout.num_generations",
             share=1.0,
         )
 
@@ -229,11 +232,11 @@ def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterat
     yield finding(
         "data/misaligned",
         f"{len(doubtful)} of {len(repeated)} prompts that are drawn more than once have different gold answers, such "
-        f"as {' and '.join(map(repr, [*met[doubtful[0]]][:3]))} after {shown!r}, and one row's answer earns less in "
-        "the other",
-        "rows that ask the same contradict each other: answers were joined by another key, or copies were made of one "
-        "column alone",
-        "read the rows of one such question; keep those whose answer is right",
+        f"as {' and '.join(map(repr, [*met[doubtful[0]]][:3]))} after {shown!r}, and the answer of one row earns less "
+        "on the other row",
+        "rows with the same question contradict each other: answers were joined by a wrong key, or only one column "
+        "was copied",
+        "read the rows of one such question, and keep those with correct answers",
         share=len(doubtful) / len(repeated),
     )
 
@@ -274,10 +277,10 @@ def eval_leak(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
     asked = sum(map(len, training_steps(setup)))
     yield finding(
         "eval/leak",
-        f"{len(shared)} of {len(held_out)} held-out problems turn up in the first {asked} training problems, such as "
+        f"{len(shared)} of {len(held_out)} held-out problems occur in the first {asked} training problems, such as "
         f"{shared[0].key!r}",
         "task.sample returns problems that task.held_out keeps for evaluation",
-        "keep the two apart, as keel.envs.Task asks",
+        "keep the two separate, as keel.envs.Task requires",
         share=fmean(_among(trained, evaluated)),
     )
 

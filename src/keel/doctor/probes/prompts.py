@@ -106,8 +106,8 @@ def _lost(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding]:
     if len(texts) > 1 and len(distinct) == 1:
         yield finding(
             "prompt/no-question",
-            f"{len(texts)} different problems are rendered to one and the same prompt: {whole[0].text[-80:]!r}",
-            "what differs between the problems is lost on the way into tokens",
+            f"{len(texts)} different problems are rendered to the same prompt: {whole[0].text[-80:]!r}",
+            "rendering or encoding loses the difference between the problems",
             "fix the chat template or the tokenizer: every problem's text must be written into its prompt",
         )
 
@@ -117,8 +117,8 @@ def _lost_finding(whole: Sequence[Prompt], lost: Sequence[tuple[Prompt, str, str
     what = "the system prompt" if role == "system" else "the problem's text"
     return finding(
         "prompt/no-question",
-        f"{len(lost)} of {len(whole)} prompts do not hold {what}: {content[-60:]!r} became {prompt.text[-80:]!r}",
-        f"the chat template loses what the {role}'s message says, or the tokenizer loses or cuts it (truncation)",
+        f"{len(lost)} of {len(whole)} prompts do not contain {what}: {content[-60:]!r} became {prompt.text[-80:]!r}",
+        f"the chat template drops the content of the {role} message, or the tokenizer drops or truncates it",
         "let the chat template write the content of every message (tokenizer.chat_template, or data.chat_template for "
         "another one)",
     )
@@ -139,8 +139,8 @@ def _headless(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Finding
     if marks.fault and (spoilt := [prompt for prompt in filled if squeezed(prompt.text).endswith(header)]):
         yield finding(
             "prompt/format" if marks.doubled else "prompt/no-header",
-            f"{len(spoilt)} of {len(prompts)} prompts end with {marks.assistant!r}, but {marks.answered!r} stands "
-            f"before the assistant's messages in the same template: {spoilt[0].text[-60:]!r}",
+            f"{len(spoilt)} of {len(prompts)} prompts end with {marks.assistant!r}, but the same template writes "
+            f"{marks.answered!r} before the assistant's messages: {spoilt[0].text[-60:]!r}",
             f"the template's generation prompt is not the assistant's header: {marks.fault}",
             f"end the template with {{% if add_generation_prompt %}} and {marks.answered!r}",
         )
@@ -193,7 +193,7 @@ def _verbatim(setup: KeelSubject) -> Iterator[Finding]:
     yield finding(
         "prompt/format",
         wrong,
-        "the chat template does more than to put marks around messages, so that the model reads another text than the "
+        "the chat template does more than add marks around messages, so the model reads another text than the "
         "problem's",
         "let the template write message['content'] once for each message, in their order, without a filter other than "
         "trim (tokenizer.chat_template, or data.chat_template for another one)",
@@ -218,7 +218,7 @@ def written_wrongly(renderer: Renderer, talk: Talk) -> str | None:
     for role, content in given:
         others = "".join(other for _, other in talk).count(content)
         if len(talk) < 3 and content not in text:
-            return f"the chat template writes the {role}'s message {content!r} otherwise: {text[-120:]!r}"
+            return f"the chat template writes the {role}'s message {content!r} with changes: {text[-120:]!r}"
         if len(content) >= _LEAST_TEXT and text.count(content) > others:
             return f"the chat template writes the {role}'s message {content!r} {text.count(content)} times"
     # a system message may stand before any turn, since some templates write it into the last one
@@ -248,11 +248,11 @@ def form_findings(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[F
     marks = turn_marks(setup.policy.tokenizer, setup.renderer.template)
     user = squeezed(marks.user) if marks is not None and in_template(setup.renderer, problems[0]) else ""
     forms: dict[str, Callable[[str], bool]] = {
-        f"rendered already: they hold {user!r}, which opens a turn in the template that they are put into": (
+        f"rendered already: they contain {user!r}, which opens a turn in their chat template": (
             lambda text: user != "" and user in squeezed(text)
         ),
-        "a list of messages or bytes, written out as a text": _is_printed,
-        "read in another encoding than they were written in": lambda text: _GARBLED.search(text) is not None,
+        "a list of messages or bytes that was printed as text": _is_printed,
+        "decoded with a wrong encoding": lambda text: _GARBLED.search(text) is not None,
         "escaped, on one line": lambda text: "\n" not in text and _ESCAPED.search(text) is not None,
     }
     asked = [str(messages_of(problem)[-1]["content"] or "") for problem in problems]
@@ -264,9 +264,9 @@ def form_findings(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[F
     yield finding(
         "prompt/format",
         f"{counts[form]} of {len(asked)} questions are {form}, such as {next(filter(forms[form], asked))[-80:]!r}",
-        "rows were rendered, printed or escaped where they were saved and not read back in the same way",
-        "give the prompt column messages or plain text (data.columns): parse what is written out, unescape once; "
-        "data.chat_template=none and data.allow_control_tokens=true are for prompts that are rendered",
+        "rows were rendered, printed or escaped when they were saved, and not converted back when they were loaded",
+        "put messages or plain text into the prompt column (data.columns): parse printed values, and unescape once; "
+        "for rendered prompts, set data.chat_template=none and data.allow_control_tokens=true",
         severity=None if form.startswith("rendered") else "warning",
     )
 
@@ -293,7 +293,7 @@ def _double_bos(setup: KeelSubject, prompts: Sequence[Prompt]) -> Iterator[Findi
             "prompt/double-bos",
             f"{doubled} of {len(prompts)} prompts begin with the BOS token twice",
             "the chat template writes BOS and the tokenizer or the task adds another",
-            "take BOS out of the task's prompt or out of the chat template (data.chat_template)",
+            "remove BOS from the task's prompt or from the chat template (data.chat_template)",
         )
 
 

@@ -66,10 +66,10 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     if first is None or not math.isfinite(first.loss):
         return Outcome("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
     if entropy(first.before) < thresholds["entropy_collapse"]:
-        sure = "a policy that is certain of all that it draws has no gradient"
+        sure = "the policy is certain of every token, so it has no gradient"
         return Outcome("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
     if not first.real_rewards and all(len({c.tokens for c in group.completions}) == 1 for group in setup.groups):
-        copies = "completions of a group are copies, whose signs in place of advantages take each other away"
+        copies = "the completions of each group are equal, so the random signs that replace advantages cancel"
         return Outcome("reach", unchecked=(f"optim/no-update, optim/weight-decay: {copies}",))
     run, optim = setup.run, setup.config.optim
     per_step = run.loss.num_iterations * run.optim.minibatches
@@ -88,8 +88,8 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         figures["reach_decayed"] = reach.kl(held_sum(total, decay))
         findings += () if findings else _decays(setup, figures, length, thresholds)
     line = (
-        f"reach: all {rates.updates} updates of the run, were they to point one way, take the policy "
-        f"{figures['reach']:.2g} nats per completion away; the rate is {rates.mean:.0%} of its peak on average"
+        f"reach: if all {rates.updates} updates of the run had the same direction, they would move the policy by "
+        f"{figures['reach']:.2g} nats per completion; the learning rate is {rates.mean:.0%} of its peak on average"
         + (f"; weight decay alone {figures['decay']:.2g}" if "decay" in figures else "")
     )
     return Outcome("reach", tuple(findings), figures, (line,))
@@ -136,9 +136,9 @@ def _no_update(reach: _Reach, figures: dict[str, float]) -> Iterator[Finding]:
     cause, advice = _reason(reach) if reach.short(figures["reach"]) else _schedule(setup)
     yield finding(
         "loss/no-gradient" if _all_left_out(reach) else "optim/no-update",
-        f"all {rates.updates} updates of {steps} steps together take the policy {figures['reach']:.2g} nats per "
-        f"completion from where it is, if they point one way (at least {reach.limit:g} can be seen); one at the peak "
-        f"rate takes it {reach.first.peak_kl:.2g} nats per token; the mean rate is {rates.mean:.1%} of the peak"
+        f"all {rates.updates} updates of {steps} steps together move the policy by {figures['reach']:.2g} nats per "
+        f"completion if they have the same direction (at least {reach.limit:g} is measurable); one update at the peak "
+        f"rate moves it by {reach.first.peak_kl:.2g} nats per token; the mean rate is {rates.mean:.1%} of the peak"
         if reach.short(figures["reach"])
         else f"the rate is at most {rates.largest:.1%} of optim.learning_rate in {steps} steps, {rates.mean:.1%} on "
         f"average, and under {IDLE:.1%} at {rates.idle:.0%} of the updates",
@@ -155,8 +155,8 @@ def _unweighted(setup: KeelSubject) -> Iterator[Finding]:
         return
     yield finding(
         "optim/no-update",
-        f"the advantages' weight rises to {steps / warmup:.2g} of its size in {steps} steps",
-        f"reward.warmup_steps={warmup} is longer than the run: rewards never count for what they are worth",
+        f"the weight of advantages reaches only {steps / warmup:.2g} in {steps} steps",
+        f"reward.warmup_steps={warmup} is longer than the run, so advantages never get their full weight",
         propose("set {}", {"reward.warmup_steps": steps // 10}),
         severity="warning",
     )
@@ -180,9 +180,9 @@ def frozen_findings(setup: KeelSubject) -> Iterator[Finding]:
     yield finding(
         "optim/no-update",
         f"{count} of {weights} weights are trained, no matrix among them: {', '.join(names)}",
-        "the others were frozen, as a loader leaves them that was made for something else: hardly anything can be "
-        "learned by these alone",
-        "let the weights that should learn require gradients, or set model.lora; nothing, if these alone are meant",
+        "the other weights are frozen, perhaps by the model loader, and these alone can learn very little",
+        "set requires_grad on the weights that should learn, or set model.lora; no change is needed if only these "
+        "should learn",
         severity="warning",
     )
 
@@ -201,12 +201,15 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     """The cause and advice for a short reach: the first reason whose removal makes the reach long enough."""
     setup, optim, norm = reach.setup, reach.setup.config.optim, reach.first.norm
     if _all_left_out(reach):
-        cause = f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token in: the sampler's are all outside"
+        cause = (
+            f"loss.mismatch.kind={setup.run.loss.mismatch.kind} leaves no token: all importance weights are outside "
+            "its limits"
+        )
         return cause, propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.floor": None})
     if norm == 0.0:
         return (
-            "no gradient reaches a trainable weight although tokens have advantages: the weights that are trained are "
-            "not those that compute, or something on the way is detached",
+            "no gradient reaches a trainable weight although tokens have advantages: the trained weights are not used "
+            "in the forward pass, or a part of it is detached",
             "look for findings on loss and scoring; train weights that the forward pass uses (model.lora.targets)",
         )
     kind, scale = str(setup.run.optimizer.parameters[0].dtype).removeprefix("torch."), adapter_scale(setup.policy.model)
@@ -218,26 +221,27 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
         _Reason(
             reach.halves,
             lambda: reach.kl(rounded=False),
-            f"the weights are {kind}: an update of {optim.learning_rate:g} is less than half of their last digit, and "
-            "each one is rounded away",
-            propose("set {}, so that only passes are in 16 bits", {"model.dtype": "float32", "optim.precision": kind}),
+            f"the weights are {kind}: an update of {optim.learning_rate:g} is less than half of their last digit, so "
+            "every update is rounded away",
+            propose("set {}, so that only passes use 16 bits", {"model.dtype": "float32", "optim.precision": kind}),
         ),
         _Reason(
             optim.eps > USUAL_EPS,
             lambda: reach.kl(eps=USUAL_EPS),
-            f"optim.eps={optim.eps:g} is far above the gradient's size (norm {norm:.2g}), so that Adam divides by it",
+            f"optim.eps={optim.eps:g} is far above the gradient's size (norm {norm:.2g}), so Adam divides by eps "
+            "instead",
             propose("set {}", {"optim.eps": USUAL_EPS}),
         ),
         _Reason(
             norm > clip,
             lambda: _unclipped_kl(reach),
-            f"optim.max_grad_norm={clip:g} cuts a gradient of norm {norm:.2g} down to next to optim.eps",
+            f"optim.max_grad_norm={clip:g} clips a gradient of norm {norm:.2g} to about the size of optim.eps",
             propose("set {}", {"optim.max_grad_norm": 1.0}),
         ),
         _Reason(
             alpha < USUAL_ADAPTER_SCALE,
             lambda: _rescaled_kl(reach),
-            f"the adapter is multiplied by alpha / r = {alpha:.2g}: whatever it learns counts for nothing",
+            f"the adapter is multiplied by alpha / r = {alpha:.2g}, so it has almost no effect",
             propose("set {}", {"model.lora.alpha": USUAL_ADAPTER_SCALE * lora.r})
             if own_lora and lora is not None
             else "give the adapter an alpha of about twice its rank",
@@ -248,8 +252,8 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
     trained = sum(p.numel() for p in setup.run.optimizer.parameters)
     weights = sum(p.numel() for p in setup.policy.model.parameters())
     if scale is None and trained < FEW_TRAINED * weights:
-        unfreeze = "let the weights that should learn require gradients, or set model.lora"
-        advice = either(unfreeze, _rate(reach), joined="; if these alone are meant, ")
+        unfreeze = "set requires_grad on the weights that should learn, or set model.lora"
+        advice = either(unfreeze, _rate(reach), joined="; if only these should learn, ")
         return f"only {trained} of {weights} weights are trained", advice
     cause = f"optim.learning_rate={optim.learning_rate:g} is too small for {setup.config.run.max_steps} steps"
     return cause, _rate(reach)
@@ -271,11 +275,11 @@ def _schedule(setup: KeelSubject) -> tuple[str, Advice]:
     optim, steps = setup.config.optim, setup.config.run.max_steps
     if optim.warmup_steps > steps // 2:
         return (
-            f"optim.warmup_steps={optim.warmup_steps} is as long as the run of {steps} steps: the rate never arrives",
+            f"optim.warmup_steps={optim.warmup_steps} takes more than half of the run's {steps} steps",
             propose("set {}", {"optim.warmup_steps": steps // 10}),
         )
     return (
-        f"optim.schedule={optim.schedule} has brought the rate to its end before the run's {steps} steps are over",
+        f"optim.schedule={optim.schedule} lowers the rate to its end before the run's {steps} steps are over",
         propose(
             "set {}",
             {"optim.schedule": "constant", "optim.decay_steps": None}
@@ -292,7 +296,10 @@ def _rate(reach: _Reach) -> Advice:
         kl = reach.first.kl(factor, weight_decay=0.0)
         if kl >= ADVISED_KL / 100:
             return propose("set {}", {"optim.learning_rate": one_digit(rate * factor * math.sqrt(ADVISED_KL / kl))})
-    return Advice("raise optim.learning_rate: no rate up to 1e12 times as large moves this policy either")
+    return Advice(
+        "check that the trained weights affect the output: even 1e12 times optim.learning_rate does not "
+        "move this policy"
+    )
 
 
 def _unclipped_kl(reach: _Reach) -> float:
@@ -370,5 +377,5 @@ def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresh
         "optim/weight-decay",
         evidence,
         "weight decay moves every matrix towards 0 at each update, independent of the rewards",
-        propose("set {}, as fine-tuning with RL usually has it", {"optim.weight_decay": 0.0}),
+        propose("set {}, as is usual in fine-tuning with RL", {"optim.weight_decay": 0.0}),
     )

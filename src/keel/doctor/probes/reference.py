@@ -48,8 +48,9 @@ def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     finally:
         _restore(setup, saved, start)
     line = (
-        f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; policy perturbed: its "
-        f"log-probabilities move by {figures['policy_moved']:.3g}, the reference's by {figures['reference_moved']:.3g}"
+        f"KL to the reference at step 0: {figures['kl_at_start']:.3g} nats per token; when the policy is perturbed, "
+        f"its log-probabilities change by {figures['policy_moved']:.3g} and the reference's by "
+        f"{figures['reference_moved']:.3g}"
     )
     return Outcome("reference", tuple(findings), figures, (line,))
 
@@ -73,14 +74,14 @@ def misplaced(setup: KeelSubject) -> Iterator[Finding]:
     if len({device for counts in devices_of.values() for device in counts}) <= 1:
         return
     where = "; ".join(
-        f"{who}: " + ", ".join(f"{count:,} numbers on {device}" for device, count in counts.items())
+        f"{who}: " + ", ".join(f"{count:,} elements on {device}" for device, count in counts.items())
         for who, counts in devices_of.items()
     )
     yield finding(
         "device/placement",
         where,
-        "a model loader or a reference of your own leaves a part where it was made",
-        "move all of it to one device, or set model.device",
+        "your own model loader or reference leaves a part on another device",
+        "move everything to one device, or set model.device",
     )
 
 
@@ -136,11 +137,11 @@ def _follows(setup: KeelSubject, figures: Mapping[str, float]) -> Finding:
         return finding(
             "reference/adapter-on",
             evidence,
-            "the reference is scored with the policy's adapter on: both are the same model, and the KL stays near 0 "
-            "however far the policy goes",
+            "the reference is scored with the policy's adapter enabled: both are the same model, so the KL stays near "
+            "0, whatever the policy learns",
             either(
                 setting("set {}", as_kind(setup.config.to_dict(), "adapter_off")),
-                "switch the adapter off inside your reference's model()",
+                "disable the adapter in your reference's model()",
             ),
         )
     return finding(
@@ -149,7 +150,7 @@ def _follows(setup: KeelSubject, figures: Mapping[str, float]) -> Finding:
         "the reference shares its weights with the policy, so every update moves both",
         either(
             setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
-            "hold a deep copy of the policy in your reference",
+            "keep a deep copy of the policy in your reference",
         ),
     )
 
@@ -158,11 +159,11 @@ def _moving(setup: KeelSubject, how: str, figures: Mapping[str, float]) -> Findi
     return finding(
         "reference/moving",
         f"{how}: the reference's log-probabilities moved by {figures['reference_moved']:.3g} nats",
-        f"reference.kind={setup.config.reference.kind} changes without saying so (its kind is "
-        f"{_kind(setup)!r}): the KL is measured from a point that follows the policy",
+        f"reference.kind={setup.config.reference.kind} changes without reporting it (its kind is {_kind(setup)!r}), "
+        "so the KL is measured against a model that moves",
         either(
             setting("set {}", as_kind(setup.config.to_dict(), "frozen")),
-            "for one that is meant to move use ema, snapshot or kl_triggered",
+            "for a moving reference, use ema, snapshot or kl_triggered",
             joined="; ",
         ),
     )
@@ -203,8 +204,8 @@ def _updates(
         return [
             finding(
                 "reference/moving",
-                f"update() was called up to step {step} and returned {reported}; the weights are those of the start",
-                f"a reference of kind {kind!r} is meant to move after {last} steps and did not",
+                f"update() was called up to step {step} and returned {reported}; the weights have not changed",
+                f"a reference of kind {kind!r} should move after {last} steps, but did not",
                 "check reference.every, reference.threshold, or the update() of your own reference",
             )
         ]
@@ -223,11 +224,13 @@ def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Threshol
         return
     yield finding(
         "reference/follows",
-        f"of the KL of a policy that has moved, update() at steps 1 to {AT_ONCE} leaves {remaining:.1%} (under "
+        f"after update() at steps 1 to {AT_ONCE}, {remaining:.1%} of the KL to a perturbed policy is left (under "
         f"{thresholds['reference_follows']:.0%})",
-        f"reference.kind={setup.config.reference.kind} takes the policy over within {AT_ONCE} steps: the KL measures "
-        "these alone, stays near 0 and does not hold the policy near its start, however far it goes",
-        either(_slower(setup), "nothing, if the KL is meant to hold single steps, as in mirror descent", joined="; "),
+        f"reference.kind={setup.config.reference.kind} follows the policy within {AT_ONCE} steps: the KL covers only "
+        "these steps, stays near 0 and does not keep the policy near its start",
+        either(
+            _slower(setup), "no change is needed if the KL should limit single steps, as in mirror descent", joined="; "
+        ),
     )
 
 
@@ -258,16 +261,14 @@ def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
         return
     with setup.perturbed(seed=1):
         saved, expected = _saved(original), reference_fingerprint(setup)
-    why = "its state_dict() raises" if saved is None else "its state_dict() is empty" if not saved else ""
+    why = "its state_dict() raises an error" if saved is None else "its state_dict() is empty" if not saved else ""
     if saved:
         try:
             with setup.perturbed():
                 setup.run.reference = build_reference(config.kind, setup.policy, **config.params)
                 setup.run.reference.load_state_dict(saved)
                 why = (
-                    ""
-                    if reference_fingerprint(setup) == expected
-                    else "load_state_dict() does not bring its weights back"
+                    "" if reference_fingerprint(setup) == expected else "load_state_dict() does not restore its weights"
                 )
         except Exception as error:  # a user's reference may raise anything
             why = f"load_state_dict() raises {type(error).__name__}"
@@ -277,10 +278,10 @@ def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
         return
     yield finding(
         "reference/not-saved",
-        f"saved, built anew beside a policy that has moved and loaded again, the reference is another one: {why}",
-        f"reference.kind={config.kind} does not save its weights: after a resume or a rollback the KL is measured "
-        "from another point",
-        "let state_dict() hold the reference's weights and load_state_dict() restore them",
+        f"after it is saved, rebuilt with a perturbed policy and loaded, the reference is different: {why}",
+        f"reference.kind={config.kind} does not save its weights: after a resume or a rollback, the KL is measured "
+        "against another model",
+        "let state_dict() return the reference's weights and load_state_dict() restore them",
     )
 
 

@@ -95,8 +95,8 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
     if least <= limit and not is_filter:
         return finding(
             "sampler/temperature",
-            f"{size}; it closes at {name}, rollout.temperature is {plain.temperature:g}",
-            "the engine reports log-probabilities that are not at the sampling temperature",
+            f"{size}; the gap closes at {name}, while rollout.temperature is {plain.temperature:g}",
+            "the engine does not compute log-probabilities at the sampling temperature",
             "let the engine return log_softmax(logits / temperature) of the drawn token (vLLM: "
             "logprobs_mode=processed_logprobs)",
         )
@@ -104,9 +104,9 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
         return finding(
             "sampler/filter",
             f"{size}; the gap closes under {name}",
-            "the engine reports log-probabilities after filtering, the trainer computes them before",
+            "the engine reports log-probabilities after filtering, while the trainer computes them before filtering",
             either(
-                "let sample_logp be the unfiltered one",
+                "return unfiltered log-probabilities in sample_logp",
                 setting("set {}", whole_distribution(setup.config.to_dict())),
                 joined=", and ",
             ),
@@ -127,15 +127,15 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
         return finding(
             "sampler/precision",
             f"{size}; {held_in}",
-            "the engine holds the weights in a narrower type than the trainer",
-            "let the engine hold the trainer's type (no quantization), or keep loss.mismatch on",
+            "the engine stores the weights in a narrower type than the trainer",
+            "let the engine use the trainer's type (no quantization), or keep loss.mismatch on",
             severity="error" if reports.size > thresholds["precision_error"] else "warning",
         )
     return finding(
         "sampler/mismatch",
         size,
-        "what the engine reports is not the policy's log-probability of the drawn token: neither temperature, filters "
-        "nor precision explains it",
+        "the engine does not report the policy's log-probability of the drawn token; temperature, filters and "
+        "precision do not explain the difference",
         "check the engine's log-probabilities (natural logarithm, the drawn token's own, not shifted, the "
         "trainer's weights)",
     )
@@ -152,9 +152,8 @@ def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) 
         finding(
             "sampler/filter",
             f"under the configured filters the engine's filtered_logp is off by up to {largest(gap):.3g} nats",
-            "it is not of what the tokens were drawn from, and the weights of the samples are taken from it",
-            "return the drawn token's log-probability among the tokens that the filters keep, or NaN where it is not "
-            "known",
+            "filtered_logp does not match the sampling distribution, and importance weights are computed from it",
+            "return the drawn token's log-probability among the tokens that the filters keep, or NaN if it is unknown",
         )
     ]
 
@@ -168,4 +167,4 @@ def _held_in(reports: Reports) -> str | None:
     best = min(left, key=left.__getitem__)
     if left[best] > _EXPLAINED_SHARE * reports.size:
         return None
-    return f"weights held in {best} leave {left[best]:.2g} of {reports.size:.2g} nats"
+    return f"with the weights in {best}, {left[best]:.2g} of {reports.size:.2g} nats remain"

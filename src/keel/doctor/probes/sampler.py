@@ -59,7 +59,7 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     repeated = [*noise_findings(setup, thresholds)]
     findings += repeated
     if setup.shared["repeated steps"]:
-        unchecked.append("sampler/filter: steps that repeat each other tell nothing of their distribution")
+        unchecked.append("sampler/filter: steps that repeat each other say nothing about the distribution")
         return Outcome("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
     more = _sample_more(setup, thresholds)
     ends = setup.policy.eos_ids
@@ -72,16 +72,16 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
     drawn_otherwise = chance < alarm or odds > -math.log(alarm)
     if any(finding.severity == "error" for finding in repeated):
-        unchecked.append("sampler/filter: draws that repeat each other tell nothing of their distribution")
+        unchecked.append("sampler/filter: draws that repeat each other say nothing about the distribution")
     elif setup.shared.get("chosen actions"):
-        unchecked.append("sampler/filter: actions are only a part of what was drawn, or more than that (see mask/*)")
+        unchecked.append("sampler/filter: the action mask does not match the drawn tokens (see mask/*)")
     elif drawn_otherwise:
         findings.append(drawn_finding(more, setup, chance, others, odds, thresholds))
     elif setup.sampling.filtered:
         findings.append(configured_finding(setup, more, thresholds))
     lines = (
         f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
-        f"policy's; {len(more)} drawn tokens are the policy's with chance {chance:.2g}",
+        f"policy's; {len(more)} drawn tokens have a p-value of {chance:.2g} under the policy",
     )
     return Outcome("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
 
@@ -179,9 +179,10 @@ def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findi
     if setup.shared["repeated steps"]:
         yield finding(
             "sampler/noise",
-            f"completions of two different steps are the same tokens: by chance once in e^{steps:.3g}",
-            "the engine ignores seed and step, or gives back what it wrote before: every step draws the same noise",
-            "key the engine's noise by seed, attempt, step, problem and sample, and cache no completions",
+            "completions of two different steps have the same tokens; the odds of this by chance are 1 in "
+            f"e^{steps:.3g}",
+            "the engine ignores seed and step, or returns earlier completions, so every step has the same noise",
+            "derive the engine's noise from seed, attempt, step, problem and sample, and do not cache completions",
         )
         return
 
@@ -196,10 +197,10 @@ def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findi
             return  # a sampler with another distribution repeats itself across steps as well
         yield finding(
             "sampler/noise",
-            f"completions of {len(groups)} groups are copies of each other: by the policy's own chance of repeating "
-            f"itself once in e^{odds:.3g}",
-            "the engine ignores the sample's number",
-            "draw each completion of a group with noise of its own at rollout.temperature",
+            f"completions of {len(groups)} groups are copies of each other; the odds of this under the policy are 1 "
+            f"in e^{odds:.3g}",
+            "the engine ignores the index of the sample",
+            "sample each completion of a group with its own noise at rollout.temperature",
         )
 
 

@@ -133,7 +133,7 @@ def at_start(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, floa
     size = largest_gap(logp, ref, mask)
     evidence = (
         f"KL(policy‖reference) is {start:.3g} nats per token before any update (over {limit:g}; largest log-ratio "
-        f"{size:.3g}), a sum of {start * float(mask.sum(-1).float().mean()):.3g} nats a completion"
+        f"{size:.3g}), or {start * float(mask.sum(-1).float().mean()):.3g} nats per completion"
     )
     return [finding("kl/at-start", evidence, cause, advice)]
 
@@ -145,9 +145,9 @@ def _wrong(setup: KeelSubject, difference: WeightDifference, figures: Mapping[st
         "reference/wrong",
         f"{len(difference.differing)} tensors differ from the policy's start ({names}; largest difference "
         f"{difference.largest:.3g}); {sizes}; KL at step 0 is {figures['kl_at_start']:.3g} nats per token",
-        f"reference.kind={setup.config.reference.kind} holds other weights than model.name={setup.policy.name} "
-        "gives: another checkpoint, or a copy made before a warm start or an adapter was loaded",
-        either(not_trained(setup.config), "it is made from the policy as it starts", joined=": ")
+        f"reference.kind={setup.config.reference.kind} has other weights than model.name={setup.policy.name}: another "
+        "checkpoint, or a copy made before a warm start or an adapter was loaded",
+        either(not_trained(setup.config), "this makes the reference from the initial policy", joined=": ")
         if as_kind(setup.config.to_dict(), "auto")
         else not_trained(setup.config),
     )
@@ -176,7 +176,7 @@ def explain_start(
         )
     if figures["sums_against_means"]:
         return (
-            "sums against means: one pass gives every token the sum over its completion, the other the mean",
+            "sums against means: one pass returns the sum over the completion for every token, the other the mean",
             either(
                 "let the scorer return one log-probability a token",
                 setting("set {}", changes(config.to_dict(), {"model.scorer": "native"})),
@@ -185,15 +185,16 @@ def explain_start(
     if difference.dtypes[0] != difference.dtypes[1]:
         return (
             f"the policy computes in {difference.dtypes[0]}, the reference in {difference.dtypes[1]}",
-            either("give both one type", not_trained(config)),
+            either("use one type for both", not_trained(config)),
         )
     if abs(scale - 1.0) > 0.01:  # this selects the cause only; the finding is reported anyway
         return (
-            f"the reference's logits are {scale:.3g} times the policy's: the two are taken at different temperatures",
+            f"the reference's logits are {scale:.3g} times the policy's: the two are computed at different "
+            "temperatures",
             Advice("score both at rollout.temperature"),
         )
     return (
-        "the weights agree and the log-probabilities do not: the two passes read other tokens or positions",
+        "the weights are equal, but the log-probabilities are not: the two passes use different tokens or positions",
         either("compare the two scorings token by token", not_trained(config)),
     )
 

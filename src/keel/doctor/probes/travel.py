@@ -77,7 +77,10 @@ def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         )
         only_later = where == "turns after the first" and not first_off
         if named is None and only_later and reports.size > thresholds["foreign_gap"]:
-            named = f"log-probabilities are off by {reports.size:.3g} nats on average, those of first turns are not"
+            named = (
+                f"log-probabilities are off by {reports.size:.3g} nats on average, while those of first turns are "
+                "correct"
+            )
         if named is not None:
             setup.shared["other prompt"] = True
             evidence = f"in {where}: {named}" if where else named
@@ -213,17 +216,17 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
         return None
     evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
         f"the engine's log-probabilities are off by {before:.3g} nats under their own prompts and by {left:.2g} under "
-        "those"
+        "those prompts"
         if decisive
-        else f"odds e^{odds:.3g} against their own prompts (chance of the draws under those {chance:.2g})"
+        else f"odds e^{odds:.3g} against their own prompts (p-value of the draws under those prompts {chance:.2g})"
     )
     if len(set(nearest.tolist())) == 1:
-        return other_prompt_finding(f"{evidence}; it is one and the same for all")
+        return other_prompt_finding(f"{evidence}; all of them continue the same prompt")
     return finding(
         "sampler/swapped",
         evidence,
-        "the engine returns completions in another order than their requests, so that each is judged by, and trained "
-        "for, another problem",
+        "the engine returns completions in another order than their requests, so each completion is judged by, and "
+        "trained for, another problem",
         "return completions in the order of the requests, each request's samples together",
     )
 
@@ -246,8 +249,8 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
     best = min(fits, key=lambda entry: entry.residual, default=None)
     if best is not None and ROUNDING < residual < math.inf and best.residual <= closed(setup, size):
         return (
-            f"the engine's log-probabilities are off by {residual:.3g} nats on average under the prompts that are "
-            f"scored and by {best.residual:.2g} under {best.other.label}"
+            f"the engine's log-probabilities are off by {residual:.3g} nats on average under the scored prompts and "
+            f"by {best.residual:.2g} under {best.other.label}"
         )
     if best is None or thresholds["scoring_gap_half"] < residual < math.inf:
         return None  # reports that are off would fit the prompt that was continued
@@ -256,8 +259,8 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
     if odds <= _enough(setup, scored, thresholds) or best.chance <= thresholds["sampler_explained"]:
         return None
     return (
-        f"{len(scored)} drawn tokens are likelier under {best.other.label} by odds of e^{odds:.3g} (chance of the "
-        f"draws under it {best.chance:.2g})"
+        f"{len(scored)} drawn tokens are more likely under {best.other.label} by odds of e^{odds:.3g} (p-value of the "
+        f"draws under these prompts {best.chance:.2g})"
     )
 
 
@@ -290,9 +293,9 @@ def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) ->
     if not moved > max(limit, _MOVED * own, rounding) or max(doubts) > thresholds["sampler_doubt"]:
         return None  # if the draws are the policy's, only the reports are wrong
     return (
-        f"the engine's log-probabilities are off by {reports.size:.3g} nats on average; of the same next token they "
-        f"differ by {moved:.3g} nats between prompts of one token and of that token {_TIMES} times, and the policy's "
-        f"by {own:.1g}: text that no tried prompt has stands before the prompt"
+        f"the engine's log-probabilities are off by {reports.size:.3g} nats on average; for the same next token, they "
+        f"differ by {moved:.3g} nats between a prompt of one token and a prompt of that token {_TIMES} times, while "
+        f"the policy's differ by {own:.1g}: the engine adds unknown text before the prompt"
     )
 
 
@@ -330,9 +333,9 @@ def other_prompt_finding(evidence: str) -> Finding:
     return finding(
         "sampler/other-prompt",
         evidence,
-        "the engine does not continue the tokens that it is given: it cuts, encodes again or changes the prompt, while "
-        "the trainer scores completions after the prompt as it was",
-        "give the model Request.tokens as they are: never decoded and encoded again, nothing cut, nothing added",
+        "the engine does not continue the tokens that it gets: it truncates, encodes again or changes the prompt, "
+        "while the trainer scores completions after the original prompt",
+        "pass Request.tokens to the model unchanged: do not encode them again, and do not cut or add tokens",
     )
 
 
@@ -360,19 +363,19 @@ def text_findings(setup: KeelSubject) -> Iterator[Finding]:
     first = (changed or others)[0]
     if changed:
         severity: Severity = "error"
-        shown = f"{len(changed)} of {len(setup.turns)} turns have another text than their tokens"
-        cause = "the engine returns text of other tokens: changed, cut, of another completion, or decoded otherwise"
+        shown = f"{len(changed)} of {len(setup.turns)} turns have a text that differs from their tokens"
+        cause = "the engine's text does not come from its tokens: it was changed, cut, swapped or decoded differently"
     else:
         severity, judged = _worth(setup, others)
         shown = f"{len(others)} of {len(setup.turns)} turns differ from their tokens by special tokens or outer spaces"
         shown += judged
-        cause = "the engine decodes in another way than Keel: special tokens are left out, and nothing is stripped"
+        cause = "the engine decodes differently than Keel, which leaves out special tokens and strips nothing"
     yield finding(
         "output/text",
-        f"{shown}: {first.turn.completion.text[:60]!r} is judged where the tokens say {first.expected[:60]!r}",
+        f"{shown}: {first.turn.completion.text[:60]!r} is judged, while the tokens decode to {first.expected[:60]!r}",
         cause,
-        "set Completion.text to tokenizer.decode(Completion.tokens, skip_special_tokens=True), cut at a stop string "
-        "where one ended it",
+        "set Completion.text to tokenizer.decode(Completion.tokens, skip_special_tokens=True), cut at the stop string "
+        "if one ended the completion",
         severity=severity,
     )
 
@@ -411,5 +414,5 @@ def _worth(setup: KeelSubject, others: Sequence[OtherText]) -> tuple[Severity, s
             differing += len(earned) == 2 and abs(earned[0] - earned[1]) > SAME
     setup.built.judge.drain()
     if not differing:
-        return "note", ", and earn the same"
-    return "error", f", and {differing} of {len(episodes)} completions earn another reward for it"
+        return "note", ", and earn the same reward"
+    return "error", f", and {differing} of {len(episodes)} completions earn another reward because of it"

@@ -97,7 +97,7 @@ def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     line = (
         f"one update at optim.learning_rate={peak * rate:g}: loss {first.loss:.3g}, gradient norm {first.norm:.3g}, KL "
         f"to the policy before it {kl:.2g} nats per token"
-        + ("" if real_rewards else "; signs drawn at random stood in for advantages")
+        + ("" if real_rewards else "; random signs were used instead of advantages")
     )
     return Outcome("update", tuple(_findings(figures, thresholds, setup.config)), figures, (line,))
 
@@ -230,18 +230,22 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
             "optim/non-finite",
             f"the first update has loss {figures['loss']:g} and gradient norm {figures['grad_norm']:g}",
             "a reward, an advantage or a log-probability in the batch is not finite",
-            "look for findings on rewards and scoring; in half precision model.dtype may be too narrow",
+            "look for findings on rewards and scoring; in half precision, the range of model.dtype may be too small",
         )
         return
     if not _too_far(figures, thresholds):
         return
     yield finding(
         "optim/lr-too-high",
-        f"one update at optim.learning_rate={rate:g} takes the policy {kl:.3g} nats per token from where it was "
-        f"(over {limit:g}); the peak rate {figures['peak_rate']:g} takes it {figures['kl_after_peak']:.3g}"
-        + ("" if figures["real_rewards"] else "; rewards do not differ, so signs stood in for advantages"),
-        "the step is longer than the region in which the advantages were measured; gradient clipping does not "
-        "shorten it, because Adam divides by the gradient's own size",
+        f"one update at optim.learning_rate={rate:g} moves the policy by {kl:.3g} nats per token (over {limit:g}); at "
+        f"the peak rate of {figures['peak_rate']:g}, an update moves it by {figures['kl_after_peak']:.3g}"
+        + (
+            ""
+            if figures["real_rewards"]
+            else ("; rewards do not differ, so random signs were used instead of advantages")
+        ),
+        "the step leaves the region in which the advantages are valid; gradient clipping does not shorten it, because "
+        "Adam normalizes the gradient",
         propose("set {}", {"optim.learning_rate": one_digit(figures["fitting_rate"]), **warmed_up(config.to_dict())}),
         severity=None if figures["real_rewards"] or not kl <= thresholds["update_margin"] * limit else "warning",
     )
