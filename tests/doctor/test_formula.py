@@ -138,7 +138,7 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     setup = replace(setup, built=replace(setup.built, run=broken))
     (finding,) = probe_kl_term(setup, LIMITS).findings
     assert finding.code == "kl/reversed"
-    assert "where the configured formula has ∇KL(policy‖ref)" in finding.cause
+    assert "the configured formula has ∇KL(policy‖ref)" in finding.cause
     assert finding.options == ()
 
 

@@ -140,7 +140,7 @@ def test_weights_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
     (first, *_) = probed(folder)
     assert first.code == "model/missing-weights"
     assert first.evidence.startswith("3 of 21 weights are not in the checkpoint, such as model.layers.1.mlp.down_proj")
-    assert "3 of the checkpoint's are not the model's" in first.evidence
+    assert "3 weights of the checkpoint are not part of the model" in first.evidence
     fewer = {name: tensor for name, tensor in whole.items() if "layers.1." not in name}
     save_file(fewer, tmp_path / "model.safetensors", {"format": "pt"})
     (first, *_) = probed(folder)

@@ -32,8 +32,8 @@ from keel.models.fingerprint import fingerprint
 
 def test_causes_are_the_doctors_own_and_advice_is_spelled_as_trl_has_it(tmp_path):
     rows, dropout = (preflight(FAULTS[name][1](tmp_path)).findings[0] for name in ("scores of other rows", "dropout"))
-    assert "the gap closes where each row has the scores of another one" in rows.evidence
-    assert "_get_per_token_logps_and_entropies gives scores back in another order" in rows.cause
+    assert "the gap closes when the rows of scores are reordered" in rows.evidence
+    assert "_get_per_token_logps_and_entropies returns scores in another order" in rows.cause
     assert dropout.options == (("disable_dropout=True", "lora_dropout=0"),)
     assert "set disable_dropout=True lora_dropout=0" in dropout.advice
 
