@@ -44,8 +44,8 @@ def test_the_variance_of_a_random_pairing_is_exact(paired: int) -> None:
 
 def test_a_shift_is_counted_by_the_rows_that_are_there() -> None:
     partners = shifts([4, 5, 7, 8], "in the data")
-    assert partners["the one 1 after theirs in the data"] == [1, None, 3, None]
-    assert partners["the one 3 before theirs in the data"] == [None, None, 0, 1]
+    assert partners["1 after their own in the data"] == [1, None, 3, None]
+    assert partners["3 before their own in the data"] == [None, None, 0, 1]
 
 
 def test_what_a_model_says_of_the_answers() -> None:

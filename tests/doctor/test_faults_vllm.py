@@ -110,7 +110,7 @@ def test_a_healthy_server_gives_no_alarm_and_what_was_read_back_is_said(name: st
     base = len(dict(schooled_model()[0].named_parameters()))
     tensors = base + 2 * 7 * 2 if name == "with an adapter" else base
     (proof,) = [note for note in diagnosis.notes if "weights read back" in note]
-    assert proof == (f"weight sync: verified: weights read back: all {tensors} tensors of the sampler are the policy's")
+    assert proof == (f"weight sync verified: weights read back: all {tensors} tensors of the sampler are the policy's")
     codes = [finding.code for finding in diagnosis.findings]
     assert ("sampler/precision" in codes) == (name == "in half precision")
 

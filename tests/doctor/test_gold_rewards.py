@@ -58,9 +58,13 @@ def collected(*overrides: str):
 
 
 FAULTS = {
-    "a tag": ("reward/gold", [reward("tagged")], "in the form <answer>…</answer> earns on 8 of 8"),
-    "a worked solution where a value is compared": ("reward/gold", task("WorkedSolutions"), "last number earns on 8"),
-    "answers of the next row": ("data/misaligned", task("NextRow"), "1 before theirs in a batch"),
+    "a tag": ("reward/gold", [reward("tagged")], "in the form <answer>…</answer> earns a reward on 8 of 8"),
+    "a worked solution where a value is compared": (
+        "reward/gold",
+        task("WorkedSolutions"),
+        "last number earns a reward on 8",
+    ),
+    "answers of the next row": ("data/misaligned", task("NextRow"), "1 before their own in the batch"),
     "one answer for all": ("reward/exploit", task("OneAnswer"), "have the same gold answer, '7'"),
     "pay for the prompt": ("reward/exploit", [reward("judges_the_prompt")], "wrong and empty answers earn the same"),
 }

@@ -154,7 +154,11 @@ def without_system(subject: KeelSubject) -> Iterator[Hypothesis]:
             f"without data.system_prompt={str(text)[:SHOWN]!r}",
             build_renderer(with_data(subject.config, options), tokenizer).prompt,
             "the model was not trained with this system prompt, or not with the chat template that it switches on",
-            propose("set {}, or the one that the model was trained with; nothing, if it is meant to be there", options),
+            propose(
+                "set {}, or use the system prompt that the model was trained with; no change is needed if it is "
+                "intended",
+                options,
+            ),
         )
 
 

@@ -69,7 +69,7 @@ def hypotheses(subject: Subject) -> Iterator[Hypothesis]:
     temperature = _fitting_temperature(subject)
     expected, scored = partial(_swapped, "forward_logp"), partial(_swapped, "score")
     trains_only = (
-        "a layer that is active only in training mode, such as dropout, is on while log-probabilities are computed"
+        "a layer that is active only in training mode, such as dropout, is active while log-probabilities are computed"
     )
     mode = within(lambda subject: eval_mode(subject.policy.model))
     yield Hypothesis("in evaluation mode", "scoring/dropout", trains_only, no_dropout(subject.config), mode)

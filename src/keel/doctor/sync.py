@@ -79,7 +79,7 @@ def measure_sync(subject: Any) -> Outcome:
         )
     if not why:
         proven = "" if subject.engine is None else subject.engine.proven
-        proof = (f"weight sync: verified: {proven}",) if proven else ()
+        proof = (f"weight sync verified: {proven}",) if proven else ()
         return Outcome.of("weight sync", [Verdict.sound(line, **figures)], (line, *proof))
     stale = finding(
         "sampler/stale",

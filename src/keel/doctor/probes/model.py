@@ -135,9 +135,9 @@ def _missing(setup: KeelSubject) -> Iterator[Finding]:
     if left := unread(policy.model, policy.unexpected):
         yield finding(
             "model/missing-weights",
-            f"{len(left)} weights of the checkpoint are not loaded, although the model has similar weights, such as "
-            f"{', '.join(left[:3])}",
-            "the model is built smaller than the saved one: trained layers or biases are left out",
+            f"{len(left)} weights of the checkpoint are not loaded, although the model has weights of the same kind, "
+            f"such as {', '.join(left[:3])}",
+            "the model is built smaller than the saved one: trained layers or biases are missing",
             "load the checkpoint with the config.json that it was saved with (num_hidden_layers, attention_bias)",
         )
         return

@@ -261,7 +261,7 @@ def _pushes(
         by = weighed_by(mask, push, advantage[mask], thresholds)
         yield finding(
             "loss/scale",
-            f"∂loss/∂logp over −A × the reduction's weight goes from {spread} over the tokens"
+            f"∂loss/∂logp over −A × the reduction's weight ranges from {spread} over the tokens"
             + (f": it {by}" if by else ""),
             f"{loss_name} weighs tokens or advantages differently than the reduction"
             + (", as when a mean is used instead of a sum, or advantages are normalized twice" if by else ""),

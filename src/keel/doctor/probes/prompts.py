@@ -251,7 +251,7 @@ def form_findings(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[F
         f"rendered already: they contain {user!r}, which opens a turn in their chat template": (
             lambda text: user != "" and user in squeezed(text)
         ),
-        "a list of messages or bytes that was printed as text": _is_printed,
+        "a list of messages or bytes, printed as text": _is_printed,
         "decoded with a wrong encoding": lambda text: _GARBLED.search(text) is not None,
         "escaped, on one line": lambda text: "\n" not in text and _ESCAPED.search(text) is not None,
     }
