@@ -150,7 +150,7 @@ def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str
     pairs = [(Problem(f"{n}", form.format(7 * n), str(7 * n)), form.format(7 * n)) for n in range(32)]
     found = [*leak_findings(asked(), pairs, LIMITS)]
     assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
-    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+    assert all(("no change is needed" in f.advice) == (severity == "warning") for f in found)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_system_message_that_says_the_answer_leaks_it(system: str, severity: s
     ]
     found = [*system_leaks(asked(), problems, LIMITS)]
     assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
-    assert all(("nothing, if" in f.advice) == (severity == "warning") for f in found)
+    assert all(("no change is needed" in f.advice) == (severity == "warning") for f in found)
 
 
 def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is() -> None:
