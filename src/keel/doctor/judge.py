@@ -96,7 +96,7 @@ def state(run: RunRecord) -> tuple[str, str]:
     if "abort" in status or (kinds and any("abort" in kind for kind in kinds[-3:])):
         return "aborted", f"aborted after {done}"
     if run.summary is not None:
-        if run.max_steps and run.steps < run.max_steps:
+        if (run.steps < run.max_steps) if run.max_steps else guard_stop(run) is not None:
             return "stopped", f"stopped after {done}"
         return "completed", f"completed, {done}"
     if run.running:
@@ -139,10 +139,10 @@ def describe_state(run: RunRecord) -> str:
 
 def guard_stop(run: RunRecord) -> str | None:
     """The reason why a guard stopped the run, from its last events, or None."""
-    ending = [event for event in run.events if event.get("kind") in ("stop", "kl/over-budget", "resume")]
-    if not ending or ending[-1].get("kind") == "resume" or run.steps >= (run.max_steps or 0):
+    ending = [event for event in run.events if event.get("kind") in ("stop", "resume")]
+    if not ending or ending[-1].get("kind") == "resume" or (run.max_steps and run.steps >= run.max_steps):
         return None
-    last = ending[-1]
-    if last.get("kind") == "kl/over-budget" and int(last.get("step") or 0) < run.steps:
-        return None  # the budget only warned
-    return " ".join(str(last.get("message", "")).split())
+    at = number(ending[-1].get("step"))
+    if at is not None and at < run.steps:
+        return None  # the run went on
+    return " ".join(str(ending[-1].get("message", "")).split())

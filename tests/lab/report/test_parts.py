@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from keel.doctor import runs as reading
-from keel.doctor.judge import Accuracy, describe_state, state
+from keel.doctor.judge import Accuracy, describe_state, guard_stop, state
 from keel.doctor.runs import RunRecord, read_run
 from keel.doctor.thresholds import load_thresholds
 from keel.envs.toolbox import KINDS
@@ -363,6 +363,18 @@ def test_a_stop_is_said_where_it_ended_the_run():
     assert ("bad", "Stopped by a guard: too far: back to checkpoint step-6, the run stops.") in sentences(stopped)
     gone_on = RunRecord(Path("x"), "x", metrics=({"step": 20},), events=events, config=config, summary={"steps": 20})
     assert not any("Stopped by a guard" in text for _, text in sentences(gone_on))
+
+
+@pytest.mark.parametrize("config", [{}, {"run": {"max_steps": 20}}])
+@pytest.mark.parametrize(("steps", "stopped"), [(6, True), (9, True), (10, False)])
+def test_a_stop_is_reported_with_and_without_a_known_number_of_steps(config, steps, stopped):
+    warned = {"kind": "kl/over-budget", "step": steps, "message": "KL is 2"}  # a budget with `action: warn`
+    events = (warned, {"kind": "stop", "step": 9, "message": "KL is 3"})
+    run = RunRecord(Path("x"), "x", metrics=({"step": steps},), events=events, config=config, summary={"steps": steps})
+    assert guard_stop(run) == ("KL is 3" if stopped else None)
+    assert (("bad", "Stopped by a guard: KL is 3.") in sentences(run)) == stopped
+    assert (state(run)[0] == "completed") == (not stopped and not config)
+    assert guard_stop(replace(run, events=(warned,))) is None
 
 
 def test_parts_of_the_reward_are_drawn_and_the_tasks_own_figures_stand_before_and_after():
