@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from doctor.test_readers import board, keel_run
 from keel.base.errors import KeelError
+from keel.base.yaml_text import load_package_yaml
 from keel.doctor.examine import examine
 from keel.doctor.names import TRAINERS, canonical, keel_options, option_name, renamed, source_of
 from keel.doctor.readers import read_history, runs_below
@@ -101,6 +103,13 @@ def test_keels_own_names_are_nobody_elses():
     assert source_of(["kl/policy_ref/k3/mean", "actor/lr", "critic/lr"]) is None
     series, unused = renamed({}, {})
     assert (series, unused) == ({}, [])
+
+
+def test_every_metric_of_keel_is_recognised_in_a_table(tmp_path):
+    tables = load_package_yaml("keel.base", "metrics.yaml").values()
+    names = [re.sub(r"\{(\w+)[^}]*\}", r"\1", name).replace("*", "x") for table in tables for name in table]
+    (tmp_path / "log.csv").write_text(f"step,{','.join(names)}\n" + f"1{',0.5' * len(names)}\n")
+    assert set(names) <= set(read_history(tmp_path / "log.csv").series)
 
 
 # ------------------------------------------------------------------------------------------------ W&B

@@ -102,12 +102,10 @@ SHORT: dict[str, str] = {
     "skipped": "guard/skipped",
 }
 
-_METRIC_PREFIXES = (
-    *("kl", "reward", "loss", "logp", "entropy", "ratio", "grad", "optim", "guard", "length", "parse", "prompt"),
-    *("turn", "tool", "answer", "mismatch", "rollout", "advantage"),
-)
 _LAST = 10_000  # sorts Keel's own names after those of a table
-_KEEL = re.compile(rf"^({'|'.join(_METRIC_PREFIXES)})/")
+_METRICS = load_package_yaml("keel.base", "metrics.yaml").values()
+_PREFIXES = {name.partition("/")[0] for section in _METRICS for name in section} | {"advantage"}  # of other trainers
+_KEEL = re.compile(rf"^({'|'.join(sorted(_PREFIXES))})/")
 
 
 def source_of(names: Iterable[str]) -> str | None:
