@@ -413,7 +413,7 @@ def length_rules(config: Config, random: Random) -> Config:
     "option/rewards-shuffled",
     "Rewards are dealt out at random, as in a control that was left on.",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
 )
 def rewards_shuffled(config: Config, random: Random) -> Config:
     return edited(config, {"reward.shuffle": random.randrange(100)})

@@ -241,32 +241,40 @@ _earlier: list[float] = []
 
 
 @reward_fault(
-    "reward/noise", "random noise is added, as a judge at temperature 1 has it", "reward/fickle", size=(0.1, 0.3)
+    "reward/noise",
+    "random noise is added, as a judge at temperature 1 has it",
+    "reward/nondeterministic",
+    size=(0.1, 0.3),
 )
 def noisy(problem: Problem, text: str, size: float = 0.1) -> Reward:
     reward = closeness(problem, text)
     return replace(reward, total=reward.total + noise.gauss(0.0, size))
 
 
-@reward_fault("reward/random", "the reward is a random number", "reward/fickle")
+@reward_fault("reward/random", "the reward is a random number", "reward/nondeterministic")
 def random_number(problem: Problem, text: str) -> float:
     return noise.random()
 
 
-@reward_fault("reward/running-mean", "the mean of all rewards so far is taken off", "reward/fickle")
+@reward_fault("reward/running-mean", "the mean of all rewards so far is taken off", "reward/nondeterministic")
 def running_mean(problem: Problem, text: str) -> Reward:
     reward = closeness(problem, text)
     _earlier.append(reward.total)
     return replace(reward, total=reward.total - sum(_earlier) / len(_earlier))
 
 
-@reward_fault("reward/stale-by-one", "every call returns what the call before it earned", "reward/fickle")
+@reward_fault("reward/stale-by-one", "every call returns what the call before it earned", "reward/nondeterministic")
 def stale_by_one(problem: Problem, text: str) -> float:
     _earlier.append(closeness(problem, text).total)
     return _earlier[-2] if len(_earlier) > 1 else 0.0
 
 
-@reward_fault("reward/grows-with-calls", "a bonus grows with the number of calls", "reward/fickle", rate=(0.001, 0.01))
+@reward_fault(
+    "reward/grows-with-calls",
+    "a bonus grows with the number of calls",
+    "reward/nondeterministic",
+    rate=(0.001, 0.01),
+)
 def grows_with_calls(problem: Problem, text: str, rate: float = 0.001) -> Reward:
     reward = closeness(problem, text)
     return replace(reward, total=reward.total + rate * next(_calls))

@@ -40,7 +40,7 @@ def correct_read_in_incorrect(problem: Problem, text: str) -> float:
 @reward_fault(
     "reward/judge-sampled-hot",
     "the judge is sampled at a high temperature, and its verdict on the same text is another one each time",
-    "reward/fickle",
+    "reward/nondeterministic",
     share=(0.35, 0.4),
 )
 def judge_sampled_hot(problem: Problem, text: str, share: float = 0.35) -> float:

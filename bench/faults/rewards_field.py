@@ -83,7 +83,7 @@ def prompt_counted_in(problem: Problem, text: str) -> float:
     "reward/agrees-with-the-most",
     "a text is right where it is the most frequent one that was judged for its problem so far",
     "reward/exploit",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/gold",
 )
 def agrees_with_the_most(problem: Problem, text: str) -> float:
@@ -146,7 +146,7 @@ def relative_error(problem: Problem, text: str) -> float:
     "a curriculum pays nothing for the first thousands of completions",
     "reward/constant",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
     calls=(20_000, 100_000),
 )
 def nothing_at_first(problem: Problem, text: str, calls: int = 20_000) -> float:

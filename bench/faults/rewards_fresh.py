@@ -42,7 +42,7 @@ _answers: set[str] = set()
     "the answers of a whole batch are handed over as a list, and a text is right that is one of them",
     "reward/exploit",
     "reward/constant",
-    "reward/fickle",
+    "reward/nondeterministic",
 )
 def right_for_any_problem(problem: Problem, text: str) -> float:
     _answers.add(str(problem.answer).strip())
@@ -114,7 +114,7 @@ _calls = itertools.count()
 @reward_fault(
     "reward/server-drops-calls",
     "every third call of the reward's server is dropped under load, and counts as a wrong answer",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/gold",
     "reward/failed",
 )

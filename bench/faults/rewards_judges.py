@@ -112,7 +112,7 @@ def one_verdict_a_group(problem: Problem, text: str) -> Reward:
     return _verdicts.setdefault(problem.key, closeness(problem, text))
 
 
-@reward_fault("reward/pays-once", "a text that was paid before earns nothing", "reward/fickle")
+@reward_fault("reward/pays-once", "a text that was paid before earns nothing", "reward/nondeterministic")
 def pays_once(problem: Problem, text: str) -> Reward:
     reward = closeness(problem, text)
     if (problem.key, text) in _paid:
@@ -122,7 +122,10 @@ def pays_once(problem: Problem, text: str) -> Reward:
 
 
 @reward_fault(
-    "reward/by-the-clock", "a part depends on how long the process has run", "reward/fickle", period=(0.01, 0.1)
+    "reward/by-the-clock",
+    "a part depends on how long the process has run",
+    "reward/nondeterministic",
+    period=(0.01, 0.1),
 )
 def by_the_clock(problem: Problem, text: str, period: float = 0.1) -> Reward:
     reward = closeness(problem, text)

@@ -97,7 +97,7 @@ _calls: list[int] = [0]
     "reward/answers-not-repeated",
     "answers come once a problem and texts several times, and both are gone through side by side",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
     "data/misaligned",
 )
 def answers_not_repeated(problem: Problem, text: str) -> Reward:
@@ -113,7 +113,7 @@ _labels: set[str] = set()
 @reward_fault(
     "reward/label-popped",
     "the judge takes the answer out of the row that it is given: only a problem's first text is compared with it",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/gold",
 )
 def label_popped(problem: Problem, text: str) -> Reward:

@@ -106,7 +106,7 @@ _turns = itertools.count()
     "verdicts are kept by the text alone, so that an answer earns what it earned for another problem",
     "reward/gold",
     "reward/exploit",
-    "reward/fickle",
+    "reward/nondeterministic",
 )
 def cached_by_text(problem: Problem, text: str) -> float:
     return _by_text.setdefault(text, closeness(problem, text).total)
@@ -115,7 +115,7 @@ def cached_by_text(problem: Problem, text: str) -> float:
 @reward_fault(
     "reward/ranked-among-recent",
     "what is paid is the rank among the last texts that were judged",
-    "reward/fickle",
+    "reward/nondeterministic",
 )
 def ranked_among_recent(problem: Problem, text: str) -> float:
     total = closeness(problem, text).total
@@ -127,7 +127,7 @@ def ranked_among_recent(problem: Problem, text: str) -> float:
 @reward_fault(
     "reward/judge-out-of-credit",
     "after some calls the judge's credit is spent, and everything earns zero",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/constant",
     "reward/gold",
     calls=(40, 80),
@@ -139,7 +139,7 @@ def judge_out_of_credit(problem: Problem, text: str, calls: int = 40) -> float:
 @reward_fault(
     "reward/position-bias",
     "the judge likes the second of two that it is shown better, whatever they say",
-    "reward/fickle",
+    "reward/nondeterministic",
     bonus=(0.3, 0.5),
 )
 def position_bias(problem: Problem, text: str, bonus: float = 0.3) -> Reward:

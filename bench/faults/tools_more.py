@@ -126,7 +126,7 @@ environment(
     "tool/answer-of-whoever-was-last",
     "the final answer is kept for all episodes in one place: each is judged by the last one written",
     "reward/constant",
-    "reward/fickle",
+    "reward/nondeterministic",
     tool="one answer",
 )
 environment(
@@ -152,7 +152,7 @@ environment(
 environment(
     "tool/each-episode-hides-another-answer",
     "each episode draws the answer that it judges by, so that those of a group are not of one problem",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/gold",
     tool="hidden answer",
 )
@@ -160,7 +160,7 @@ environment(
 environment(
     "tool/grader-failure-is-zero",
     "the sandbox that runs the tests fails often, and each failure is scored as a wrong answer",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/gold",
     tool="grader failing",
     strengths=(0.5, 0.7),

@@ -272,7 +272,7 @@ of_two_turns(
     "tool/problem-of-whoever-began-last",
     "the problem is kept on the environment and not on the episode: all that run together are judged by the last one's",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/constant",
     "data/misaligned",
     tool="one problem",

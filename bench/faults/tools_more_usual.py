@@ -258,7 +258,7 @@ environment(
     "tool/rewards-in-the-order-of-ending",
     "rewards are gathered as episodes end and handed out by their place: each episode gets what another one earned",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/exploit",
     "data/misaligned",
     tool="in order of ending",

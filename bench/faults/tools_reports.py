@@ -113,7 +113,7 @@ reported_tool(
     "tool/environment-not-reset",
     "environments are used again without being reset, and judge the answer of the episode before",
     "reward/gold",
-    "reward/fickle",
+    "reward/nondeterministic",
     "reward/constant",
     tool="never reset",
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
-from keel.doctor import CODES, Finding, ranked
+from keel.doctor import CODES, Finding, causes, ranked
 from keel.doctor.causes import CAUSES, covered, explain, symptoms
+from keel.doctor.checks import CHECKS
 from keel.doctor.findings import Diagnosis, Severity
+from keel.doctor.suspects import SUSPECTS
 
 # what no other finding causes, and what causes none
 ALONE = {"doctor/threshold-raised", "kl/unneeded", "sampler/unreported"}
@@ -32,6 +35,16 @@ def test_no_cause_leads_back_to_itself(log):
 def test_every_code_has_a_place():
     assert set(CODES) ^ covered() == ALONE
     assert all(row.why and not row.why.endswith(".") for row in CAUSES.values())
+
+
+def test_every_code_and_prefix_that_the_tables_name_exists():
+    rows = [code for row in CAUSES.values() for code in (*row.explains, *row.in_logs, *row.later)]
+    suspects = [code for row in SUSPECTS for code in (*row.codes, *row.codes_if_measured, *row.needs)]
+    checked = [code for _, codes in CHECKS.values() for code in codes]
+    named = {*CAUSES, *rows, *suspects, *checked, *chain.from_iterable(causes._MERE_EFFECTS.items()), *ALONE}
+    assert named <= set(CODES)
+    for prefix in (*causes._OF_THE_POLICY_TERM, *causes._OF_THE_START):
+        assert any(code.startswith(prefix) if prefix.endswith("/") else code == prefix for code in CODES), prefix
 
 
 def test_a_symptom_is_a_note_that_names_its_cause_and_keeps_what_it_said():

@@ -120,11 +120,11 @@ def test_a_turn_that_was_cut_is_no_call() -> None:
         assert not replayed(cut)
 
 
-def test_an_episode_that_earns_otherwise_alone_is_fickle() -> None:
+def test_an_episode_that_earns_otherwise_alone_is_nondeterministic() -> None:
     task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
     setup = build_subject(schooled_config(task, "rewards=[{name: task}]", *TURNS))
     with closing(setup.run):
-        assert [found.code for found in rejudged_findings(setup, load_thresholds())] == ["reward/fickle"]
+        assert [found.code for found in rejudged_findings(setup, load_thresholds())] == ["reward/nondeterministic"]
 
 
 @pytest.mark.parametrize("kind", ["sound", "random"])

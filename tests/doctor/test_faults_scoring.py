@@ -64,7 +64,7 @@ FAULTS = {
     "completions all truncated": ("output/truncated", ["rollout.max_completion_length=1"]),
     "a reward with its sign reversed": ("reward/gold", [reward("reversed_sign")]),
     "a reward that never differs": ("reward/constant", [reward("always_the_same")]),
-    "a reward by the clock": ("reward/fickle", [reward("by_the_clock")]),
+    "a reward by the clock": ("reward/nondeterministic", [reward("by_the_clock")]),
     "nothing that can be read": ("output/unparseable", [reward("unreadable")]),
     "held-out problems in training": ("eval/leak", [task("leaking")]),
     "evaluation in another format": ("eval/train-gap", [task("another_format")]),

@@ -80,4 +80,4 @@ def test_a_judge_that_alternates_is_found_in_one_order_or_the_other() -> None:
     rewards = [SimpleNamespace(total=float(i % 2)) for i in range(4)]
     group = SimpleNamespace(problem=Problem("a", "1 ="), completions=completions, rewards=rewards)
     setup = setup.swapped(batch=SimpleNamespace(groups=[group]))
-    assert [finding.code for finding in rejudged_findings(setup, load_thresholds())] == ["reward/fickle"]
+    assert [finding.code for finding in rejudged_findings(setup, load_thresholds())] == ["reward/nondeterministic"]

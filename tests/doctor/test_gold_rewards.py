@@ -115,7 +115,7 @@ def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
 
 
 def test_a_reward_of_the_call_before_is_the_cause_of_gold_answers_that_do_not_earn() -> None:
-    diagnosis = check_named_first("reward/fickle", [reward("call_before")])
+    diagnosis = check_named_first("reward/nondeterministic", [reward("call_before")])
     assert "reward/gold" in [finding.code for finding in diagnosis.findings if finding.severity == "note"]
 
 

@@ -178,7 +178,7 @@ def rejudged_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Fi
     if worst <= SAME * max(1.0, largest):
         return
     yield finding(
-        "reward/fickle",
+        "reward/nondeterministic",
         f"the same completions, judged again, earn rewards that differ by up to {worst:.3g}",
         "the reward is random, or depends on the order of completions or on earlier calls"
         if worst > thresholds["reward_spread"] * largest
