@@ -149,10 +149,10 @@ def test_a_folder_of_runs_asks_which_one(tmp_path, capsys, kind):
     assert main(["doctor", str(tmp_path / "all")]) == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
-    assert f"{tmp_path / 'all'} is no run itself but holds 2, newest first: deep/" in error
+    assert f"{tmp_path / 'all'} is not a run, but contains 2 runs, newest first: deep/" in error
     assert "deep/a" in error
     assert "deep/b" in error
-    assert "name the one that is meant" in error
+    assert "give one of them" in error
 
 
 def test_the_newest_runs_are_listed_first_and_not_all_of_them(tmp_path, capsys):
@@ -167,7 +167,7 @@ def test_the_only_run_below_is_asked_for_too_and_what_lies_in_a_run_is_part_of_i
     run = steps(tmp_path / "runs" / "one", 0)
     events(run / "tensorboard")
     assert main(["doctor", str(tmp_path / "runs")]) == 2
-    assert f"holds one: one; name the one that is meant, as in {run}" in " ".join(capsys.readouterr().err.split())
+    assert f"contains one run: one; give one of them, such as {run}" in " ".join(capsys.readouterr().err.split())
     assert main(["doctor", str(run)]) == 0
 
 

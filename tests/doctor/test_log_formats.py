@@ -130,9 +130,9 @@ def test_a_chart_exported_from_wandb(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("Step,a - kl,a - kl__MIN,b - kl,b - kl__MIN\n1,0,0,0,0\n", r"holds 2 runs of W&B \(a, b\)"),
-        ("Name,State,kl\nx,finished,0.1\n", "one row a run"),
-        (f"a,{'x' * 200_000}\n1,2\n", "no CSV file"),
+        ("Step,a - kl,a - kl__MIN,b - kl,b - kl__MIN\n1,0,0,0,0\n", r"2 W&B runs \(a, b\)"),
+        ("Name,State,kl\nx,finished,0.1\n", "one row per run"),
+        (f"a,{'x' * 200_000}\n1,2\n", "not a CSV file"),
     ],
 )
 def test_an_export_that_is_no_history_is_one_line(tmp_path, text, says):
@@ -195,7 +195,7 @@ def test_a_run_folder_of_wandb(tmp_path):
     assert runs_below(tmp_path) == [run]
     (run / "run-abc.wandb").unlink()
     (run / "files" / "wandb-summary.json").write_text("{}")
-    with pytest.raises(KeelError, match="no history"):
+    with pytest.raises(KeelError, match="export it as CSV"):
         read_history(run)
     (run / "files" / "output.log").write_text("step:1 - actor/kl_loss:0.5 - actor/lr:1e-6\nTraining: 5%\n")
     assert read_history(run).series[K3].values == (0.5,)

@@ -49,7 +49,7 @@ def times(tree: Tree, dotted: str, factor: float, how: str, source: str = "keel"
         return Advice(f"{how} {name}")
     integer = isinstance(value, int)
     scaled = max(1, round(factor * value)) if integer else _two_digits(factor * value)
-    return propose(f"{{}} ({how} what it is)", {name: scaled}) if scaled != value else Advice("")
+    return propose(f"{{}} ({how} its current value)", {name: scaled}) if scaled != value else Advice("")
 
 
 def _two_digits(value: float) -> float:

@@ -139,7 +139,7 @@ def _rest(diagnosis: Diagnosis, console: Console) -> None:
         for line in diagnosis.unchecked:
             _print(console, _indented(line, "dim", console.width))
     if diagnosis.notes:
-        console.print(Text("what was read and measured:", style="bold"))
+        console.print(Text("data that was read and measured:", style="bold"))
         for line in diagnosis.notes:
             console.print(Text.from_ansi(line, style="dim" if "\x1b" not in line else ""))
 
@@ -147,7 +147,7 @@ def _rest(diagnosis: Diagnosis, console: Console) -> None:
 def _table(diagnosis: Diagnosis) -> Table:
     table = Table(title="Findings, worst first", title_justify="left", title_style="bold", box=box.ROUNDED)
     table.add_column("code", no_wrap=True)
-    table.add_column("evidence, likely cause, and → what to change", overflow="fold")
+    table.add_column("evidence, likely cause, and → advice", overflow="fold")
     for finding in ranked(diagnosis.findings):
         what = Text.assemble(finding.evidence, "\n", (finding.cause, "dim"), "\n", (f"→ {finding.advice}", "bold"))
         table.add_row(
@@ -159,7 +159,7 @@ def _table(diagnosis: Diagnosis) -> Table:
 def _hypotheses(diagnosis: Diagnosis) -> Table:
     table = Table(title="Hypotheses", title_justify="left", title_style="bold", box=box.ROUNDED)
     table.add_column("hypothesis", overflow="fold", max_width=26)
-    table.add_column("the figure that decides, what it interacts with, and → what to do next", overflow="fold")
+    table.add_column("deciding figure, interactions, and → next action", overflow="fold")
     for item in diagnosis.hypotheses:
         name = Text.assemble(
             f"{item.name} {item.title}\n",

@@ -43,9 +43,9 @@ def _refuse_folder_of_runs(path: Path) -> None:
         return  # let the readers read it, or report what they expect
     names = ", ".join(str(run.relative_to(path)) for run in runs[:LISTED])
     older = f" and {len(runs) - LISTED} older" if len(runs) > LISTED else ""
-    holds = "one" if len(runs) == 1 else f"{len(runs)}, newest first"
+    contained = "one run" if len(runs) == 1 else f"{len(runs)} runs, newest first"
     raise KeelError(
-        f"{path} is no run itself but holds {holds}: {names}{older}; name the one that is meant, as in {runs[0]}"
+        f"{path} is not a run, but contains {contained}: {names}{older}; give one of them, such as {runs[0]}"
     )
 
 
@@ -57,7 +57,9 @@ def _changed(run: Path) -> float:
 def write_findings(path: Path, diagnosis: Diagnosis) -> Path:
     """Write findings.json of a Keel run atomically."""
     if not is_keel_run(path):
-        raise KeelError(f"--write keeps findings in the folder of a Keel run, which {path} is not: leave it out")
+        raise KeelError(
+            f"--write stores the findings in the folder of a Keel run, and {path} is not one: remove --write"
+        )
     file = path / FINDINGS
     lines = ",\n".join("  " + encode(finding) for finding in diagnosis.as_dict()["findings"])
     write_atomic(file, f"[\n{lines}\n]\n" if lines else "[]\n")

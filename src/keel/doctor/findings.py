@@ -186,7 +186,7 @@ def with_threshold_notes(diagnosis: Diagnosis, thresholds: Thresholds) -> Diagno
             "doctor/threshold-raised",
             sentence,
             "a threshold was overridden",
-            "judge the run by the shipped value too: leave the override out",
+            "check the run with the default threshold, too: remove the override",
         )
         for sentence in thresholds.raised
     ]

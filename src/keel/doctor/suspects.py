@@ -123,19 +123,19 @@ def _decide(
             return _hypothesis(row, RULED_OUT, rule_out.text.format(figures[rule_out.figures[0][0]]), row.if_ruled_out)
     if measured:
         return _hypothesis(row, UNTESTED, str(_unsafe(measured[0], figures, thresholds)), row.to_test)
-    return _hypothesis(row, UNTESTED, "no figure here decides it", row.to_test)
+    return _hypothesis(row, UNTESTED, "no measured figure decides this hypothesis", row.to_test)
 
 
 def _by_formula(row: Suspect, formula: Formula, figures: Mapping[str, float]) -> SuspectVerdict:
     """Decide a row by the formula; a measured cosine is added as information only."""
     measured = figures.get("kl_term/cosine_expected", math.nan)
-    seen = f"; measured on this batch: cosine {measured:.3f} to it" if math.isfinite(measured) else ""
+    seen = f"; the cosine measured on this batch is {measured:.3f}" if math.isfinite(measured) else ""
     if not formula.active:
         return _hypothesis(row, RULED_OUT, formula.note, row.if_ruled_out)
     if formula.right:
         return _hypothesis(row, RULED_OUT, formula.note + seen, row.if_ruled_out)
     text = f"{formula.advice.text} for ∇KL(policy‖ref)" + (
-        f", or keep it if {formula.meaning} is meant" if "∇" in formula.meaning else ""
+        f", or keep it if {formula.meaning} is intended" if "∇" in formula.meaning else ""
     )
     return _hypothesis(
         row, CONFIRMED, f"{formula.note}, not ∇KL(policy‖ref){seen}", Advice(text, formula.advice.proposals)

@@ -89,7 +89,7 @@ class Log(History):
         series = self.need(name, what)
         change = shape(series)
         if change is None:
-            raise Missing(f"{len(series.finite)} logged steps are too few to tell the course of {what} from noise")
+            raise Missing(f"{len(series.finite)} logged steps are too few to distinguish a change of {what} from noise")
         return series, change
 
     @property
@@ -150,7 +150,9 @@ class Log(History):
             return False
         most = abs(self.trend.after - self.trend.before) + sigmas * self.trend.error
         if most > self.limits["flat_gain"] * self.size:
-            raise Missing(f"the reward's noise hides any gain up to {most:.2g}: more steps, or larger batches, tell")
+            raise Missing(
+                f"noise of the reward may hide a gain of up to {most:.2g}: log more steps, or use larger batches"
+            )
         return True
 
     @property

@@ -70,15 +70,15 @@ def rewritten(log: Log, step: int, names: Sequence[str] = WRITTEN) -> bool:
 def shift(log: Log) -> CheckResults:
     """Several metrics jump from one step to the next."""
     if sum(any(log.get(name) is not None for name in family) for family in FAMILIES) < 2:
-        raise not_shown("more than one metric that could jump")
+        raise not_shown("two of the metrics that are tested for jumps")
     for step, together in shifts(log).items():
         changes = ", ".join(f"{name} {jump.before:.3g} → {jump.after:.3g}" for name, jump in together)
         yield finding(
             "run/shift",
-            f"at step {step}: {changes}; they stay there (chance under noise: "
+            f"at step {step}: {changes}; the metrics stay at the new level (chance under noise: "
             f"{max(jump.chance for _, jump in together):.1g} each)",
-            "something other than an update changed there: a resume from another checkpoint or with other options, "
-            "other data or another prompt, another reference or reward",
-            f"compare options, data and checkpoint before and after step {step}; what was meant needs no cure, but "
-            "both sides are different runs",
+            "the run itself changed at this step: it was resumed from another checkpoint or with other options, or the "
+            "data, the prompt, the reference or the reward changed",
+            f"compare options, data and checkpoint before and after step {step}; if the change is intended, treat both "
+            "parts as different runs",
         )

@@ -11,46 +11,48 @@ from keel.doctor.shapes import fall
 # Kinds of failing calls: the cause and the advice.
 KINDS: dict[str, tuple[str, str]] = {
     "malformed": (
-        "the model does not write calls in the form that is read, or its turns are cut inside them",
-        "a warmstart section on gold episodes; a tool format that the model's template has (docs/environments.md); a "
-        "larger rollout.max_turn_length",
+        "the model does not write calls in the expected format, or its turns are cut inside calls",
+        "add a warmstart section on gold episodes; use a tool format of the model's template (docs/environments.md); "
+        "set "
+        "a larger rollout.max_turn_length",
     ),
     "unknown_tool": (
-        "the model calls tools that it was not given",
-        "look at a prompt (keel show) for the tools it lists; a warmstart section on gold episodes",
+        "the model calls tools that do not exist",
+        "check the list of tools in a prompt (keel show); add a warmstart section on gold episodes",
     ),
     "bad_arguments": (
-        "the model leaves parameters out, makes them up, or gives them in another type",
-        "describe the parameters in the tool's docstring, or loosen their types; a warmstart section on gold episodes",
+        "the model omits parameters, invents them, or gives them the wrong type",
+        "describe the parameters in the tool's docstring, or allow more types; add a warmstart section on gold "
+        "episodes",
     ),
     "failed": (
-        "the tool's function raises",
+        "the tool's function raises an error",
         "fix the tool: it should return a text for every argument that its types allow",
     ),
-    "timeout": ("the tool does not return in time", "a faster tool, or a larger timeout_s of tool(…)"),
-    "too_many": ("the model makes more calls in a turn than are answered", "a smaller rollout.max_turn_length"),
+    "timeout": ("the tool does not return in time", "make the tool faster, or set a larger timeout_s of tool(…)"),
+    "too_many": ("the model makes more calls in a turn than are allowed", "set a smaller rollout.max_turn_length"),
 }
 # Endings without an answer: the evidence, the cause and the advice.
 ENDS: dict[str, tuple[str, str, str]] = {
     "answer/missing": (
-        "episodes without an answer: {mean} an episode over {span}",
-        "the model goes on until a budget ends the episode, or stops without answering",
-        "a larger rollout.max_turns or rollout.max_completion_length, or a part of the reward that pays for the form",
+        "episodes without an answer: {mean} per episode over {span}",
+        "a limit ends the episode before the model answers, or the model stops without an answer",
+        "set a larger rollout.max_turns or rollout.max_completion_length, or add a reward part for the format",
     ),
     "answer/list": (
-        "answers that are lists: {mean} an episode over {span}",
-        "the model gives several answers at once, which are judged as one text",
-        "an instruction that asks for one answer",
+        "answers that are lists: {mean} per episode over {span}",
+        "the model gives several answers, which are judged as one text",
+        "add an instruction that asks for one answer",
     ),
     "answer/unknown_document": (
-        "citations of documents that do not exist: {mean} an episode over {span}",
-        "the model makes ids up, or writes something else where they belong",
-        "an instruction that shows how ids are cited; keel show RUN has the answers",
+        "citations of documents that do not exist: {mean} per episode over {span}",
+        "the model invents ids, or writes other text in their place",
+        "add an instruction that shows how to cite ids; keel show RUN prints the answers",
     ),
     "turn/limit_fraction": (
         "{share} of the episodes of {span} end at the limit of turns",
-        "the model goes on asking instead of answering, or the limit is too short for the task",
-        "more turns, or a part of the reward that pays for an answer",
+        "the model keeps calling tools instead of answering, or the limit is too small for the task",
+        "allow more turns, or add a reward part for giving an answer",
     ),
 }
 
@@ -72,7 +74,7 @@ def calls(log: Log) -> CheckResults:
     if error_share is None or call_counts is None:
         if log.source == "keel" and call_counts is None:
             return  # the run has no tools
-        raise not_shown("what came of tool calls")
+        raise not_shown("the results of tool calls")
     now = error_share.finite.tail(RECENT)
     # weighted by calls, so that a step with one call counts less than one with a thousand
     weighed = [(value, calls) for _, value, calls in now.beside(call_counts.finite)]
@@ -93,9 +95,9 @@ def calls(log: Log) -> CheckResults:
     cause, advice = KINDS[kind]
     yield finding(
         "tool/failing",
-        f"{percent(share)} of the tool calls of {now.span} were answered with an error"
-        + (f" (an episode: {kinds})" if kinds else "")
-        + (f"; the model was told: {errors[-1]}" if errors else ""),
+        f"{percent(share)} of the tool calls of {now.span} returned an error"
+        + (f" (per episode: {kinds})" if kinds else "")
+        + (f"; the last error: {errors[-1]}" if errors else ""),
         cause,
         advice,
         severity="error" if share > log.limits["tool_errors_error"] or broke else "warning",
@@ -114,8 +116,9 @@ levels(
         "rollout/error_fraction",
         "tool_errors",
         "{share} of the episodes of {span} ended in an error of their environment",
-        "the environment, a tool or the judge raises or does not answer: what it should have paid is lost",
-        "see the trainer's messages of the kind of error, and fix the environment",
+        "the environment, a tool or the reward raises an error or does not return, so the reward of the episode is "
+        "lost",
+        "find the error in the trainer's messages, and fix the environment",
         grave="tool_errors_error",
     ),
 )

@@ -16,6 +16,7 @@ from keel.doctor.shapes import few_trend, median, trend
 PART = "eval/part/"
 SCORES = ("acc", "reward", "score", "pass", "success", "correct", "solve", "@")  # other metrics may be settings
 STUCK = 4  # least number of evaluations; a slow learner may score the same two or three times
+MISMATCH = "the reward does not measure the same as the evaluation, or training and evaluation use different prompts"
 MOST = 1000  # largest number of completions that is inferred from a score
 Scores = Mapping[str, Series]
 
@@ -37,8 +38,8 @@ def retention(log: Log) -> CheckResults:
         yield finding(
             "retention/dropping",
             f"at step {max(int(row.steps[1] or 0) for row in skills)}: {changes}; the intervals do not touch",
-            "the policy gives up what it is not paid for",
-            either(log.stronger, log.rate(0.5, "half of"), "those skills in the task mix"),
+            "the policy loses skills that the reward does not pay for",
+            either(log.stronger, log.rate(0.5, "half of"), "add these tasks to the training mixture"),
         )
 
 
@@ -48,7 +49,7 @@ def train_gap(log: Log) -> CheckResults:
     trained, gain = _measured_twice(log, retention=False), log.trend
     logged = {name: series for name in log.series if name.startswith("eval/") and (series := log.get(name))}
     if not (trained and gain) and (trained or not logged):
-        raise not_shown("held-out accuracy of the trained task, twice, beside the reward")
+        raise not_shown("the reward and two values of held-out accuracy of the trained task")
     scores = _recorded(log) if trained else {n: s for n, s in logged.items() if any(word in n for word in SCORES)}
     nothing = [*_at_nothing(log, _recorded(log) if trained else logged)]
     yield from nothing
@@ -63,9 +64,10 @@ def train_gap(log: Log) -> CheckResults:
             yield finding(
                 "eval/train-gap",
                 f"{gain.text} while held-out {row.task} fell {row.before:.3g} → {row.after:.3g} "
-                f"(step {row.steps[0]} → {row.steps[1]}), beyond its interval",
-                "the reward pays for something else than the evaluation asks, or both see different prompts",
-                "keel doctor on the configuration renders both prompts; read the best paid completions in the report",
+                f"(step {row.steps[0]} → {row.steps[1]}), without overlap of the intervals",
+                MISMATCH,
+                "run keel doctor on the configuration, which compares both prompts; read the completions with the "
+                "highest rewards in the report",
             )
 
 
@@ -91,8 +93,9 @@ def _falling(log: Log, logged: Scores) -> CheckResults:
                 "eval/train-gap",
                 f"the reward {rises} while held-out {name.removeprefix('eval/')} "
                 f"falls from {change.before:.3g} to {change.after:.3g} (chance under noise: {change.chance:.1g})",
-                "the reward pays for something else than the evaluation asks, or both see different prompts",
-                "read the best paid completions; judge held-out problems by the training reward, too",
+                MISMATCH,
+                "read the completions with the highest rewards; evaluate held-out problems with the training reward, "
+                "too",
             )
 
 
@@ -130,8 +133,9 @@ def _stuck(log: Log, logged: Scores) -> CheckResults:
                 "eval/train-gap",
                 f"held-out {name.removeprefix('eval/')} is {value:.6g} at each of {times} evaluations, while "
                 f"the reward goes from {change.before:.3g} to {change.after:.3g}",
-                "what is evaluated does not change with training: an engine that keeps its first weights, a checkpoint "
-                "that is loaded each time, or a cached result",
+                "the evaluation does not use the trained weights: the engine keeps its first weights, one checkpoint "
+                "is "
+                "loaded each time, or a result is cached",
                 "compare held-out completions of the first and the last evaluation, and sync the weights before each",
             )
             return
@@ -174,9 +178,8 @@ def _at_nothing(log: Log, logged: Scores) -> CheckResults:
             "eval/train-gap",
             f"the reward {course} while held-out {name.removeprefix('eval/')} stays at 0 ({len(scores)} evaluations, "
             f"at most {max(logged[name].finite.values):.2g}; chance at training's level: {chance:.1g})",
-            "nothing that is learned is seen there: another prompt, template, limit or judge than in training, or "
-            "problems far harder than those that are trained on",
-            "judge held-out completions by the training reward, and read one with its prompt",
+            "the evaluation differs from training in prompt, template, limit or reward, or its problems are far harder",
+            "evaluate held-out completions with the training reward, and read one with its prompt",
             severity="warning" if chance <= log.level else "note",
         )
 

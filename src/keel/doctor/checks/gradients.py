@@ -31,10 +31,12 @@ def no_gradient(log: Log) -> CheckResults:
             f"the gradient norm is at most {log.limits['grad_zero']:g} at {len(zero)} of {len(live)} logged steps "
             f"whose groups differ in reward, first at step {zero[0]}"
             + (f"; the learning rate is {median(rates):.3g}" if rates is not None else ""),
-            "the loss does not depend on the trained weights: it is detached, every token is masked out of it, "
-            "advantages are lost on the way, or nothing that is trainable is used",
-            "take the gradient of the loss on one batch; see the loss mask, requires_grad, and where advantages are "
-            "multiplied in",
+            "the loss does not depend on the trained weights: it is detached, all tokens are masked, advantages are "
+            "lost, "
+            "or no trainable parameter is used",
+            "compute the gradient of the loss on one batch; check the loss mask, requires_grad, and the product with "
+            "the "
+            "advantages",
         )
 
 
@@ -74,15 +76,15 @@ def non_finite(log: Log) -> CheckResults:
     steps = max(map(len, watched))
     lasting = len(bad_steps) > log.limits["skipped_share"] * steps or max(bad_steps, default=-1) >= log.steps
     full = {"model.dtype": "float32"} if log.source == "keel" and log.option("model.dtype") != "float32" else {}
-    precise = setting("{} to rule out precision", full, "full precision to rule rounding out")
+    precise = setting("{} to rule out precision", full, "full precision to rule out rounding")
     yield finding(
         "optim/non-finite",
         f"{len(bad)} steps had a loss or gradient that is not finite (steps {', '.join(map(str, sorted(bad)[:5]))}"
-        f"{' …' if len(bad) > 5 else ''}), {len(bad_steps)} of them among the {steps} that count",
-        "a reward that is NaN, log-probabilities of −inf, an overflow in half precision, or an explosion before it",
+        f"{' …' if len(bad) > 5 else ''}), {len(bad_steps)} of them among the {steps} steps of the final attempt",
+        "a reward is NaN, a log-probability is −inf, half precision overflowed, or the run exploded before",
         either(
             either(precise, log.rate(0.1, "a tenth of")),
-            "the kept batch of a skipped step shows which number was first",
+            "the saved batch of a skipped step shows which value became non-finite first",
             joined="; ",
         ),
         severity="error" if bad_steps and lasting else "warning",
@@ -105,7 +107,7 @@ def spike(log: Log) -> CheckResults:
             "optim/spike",
             f"the gradient norm grows from {math.exp(growth.before):.3g} to {math.exp(growth.after):.3g} over "
             f"{series.span} (chance under noise: {growth.chance:.1g})",
-            "updates become larger, or rewards and log-ratios more extreme, as the run goes on",
+            "updates become larger, or rewards and log-ratios more extreme, during the run",
             log.rate(0.3, "a third of"),
         )
         return
@@ -131,8 +133,8 @@ def spike(log: Log) -> CheckResults:
         f"{len(spikes)} of {len(live)} steps spike; the largest is {norm:.3g} at step {step}, "
         f"{times:.0f} times the running median of {usual:.3g}"
         + (f"; {left_out} of them were skipped" if left_out else ""),
-        "a rare completion with a large advantage or a large log-ratio rules the update",
-        either(either(clipped, log.keel({"guards.on_spike": "skip"})), "look at that step's rollouts", joined="; "),
+        "a rare completion with a large advantage or a large log-ratio dominates the update",
+        either(either(clipped, log.keel({"guards.on_spike": "skip"})), "read the rollouts of that step", joined="; "),
         severity="warning" if many or (log.source == "keel" and now is None and log.config) else "note",
     )
 
@@ -148,17 +150,16 @@ def cut_down(log: Log) -> CheckResults:
         return
     size, text = advantage_size(log) or (0.0, "")
     large, name = size > log.limits["reward_scale"], log.opt("optim.max_grad_norm")
-    cause = "the reward's scale multiplies the gradient" if large else "the loss is a sum where a mean is meant"
+    cause = "the scale of the reward multiplies the gradient" if large else "the loss is a sum instead of a mean"
     yield finding(
         "reward/scale" if large else "loss/scale",
         f"the gradient norm is {median(norms):.3g} (median over {norms.span}) and never under {lowest:.3g}: "
         f"{name} = {limit:g}{', the usual default,' if known is None else ''} divides every update by "
         f"{median(norms) / limit:.3g}" + (f"; {text} {size:.3g}" if large else ""),
-        f"{cause}, and clipping leaves only its direction: a batch that says little moves as much as one that says a "
-        "lot",
+        f"{cause}, and clipping keeps only the direction of the gradient, so every batch moves the policy equally far",
         "divide the reward, or let advantages be divided by their deviation"
         if large
-        else f"see what the loss is divided by (tokens, completions, accumulation steps), and set {name} near the "
+        else f"check the divisor of the loss (tokens, completions, accumulation steps), and set {name} near the "
         "usual norm",
         severity="warning",
     )
@@ -172,10 +173,10 @@ def skips(log: Log) -> CheckResults:
         yield finding(
             "guard/skips-all",
             f"guards skipped {percent(skipped.mean)} of the updates over {skipped.span}",
-            "a guard that is for the rare answers to the usual: its limit lies within what ordinary updates scatter by",
+            "the guard is meant for rare updates, but its limit lies within the range of ordinary ones",
             either(
                 log.keel({"guards.on_spike": "warn"}),
-                "a looser limit of the guard; events.jsonl names which one skipped",
+                "a looser limit of the guard; events.jsonl names the guard",
             ),
         )
 

@@ -33,7 +33,7 @@ def at_start(log: Log) -> CheckResults:
     if value <= log.limits["kl_at_start"]:
         return
     if value <= log.limits["kl_per_update"] and _updated_within(log):
-        raise Missing(f"a step's figures are means over its updates, so {KL} at step 1 holds some")
+        raise Missing(f"{KL} at step 1 is a mean over several updates, so it is not the KL before the first update")
     off = without_dropout(log.config)
     if log.source == "TRL":
         off = {} if log.option("model.disable_dropout") else {"disable_dropout": True}
@@ -43,15 +43,15 @@ def at_start(log: Log) -> CheckResults:
         yield finding(
             "scoring/dropout",
             f"{', '.join(f'{option} is {log.option(option)}' for option in on)}, and {evidence}",
-            "the policy's pass drops units, the reference's and the sampler's do not",
+            "dropout acts in the policy's pass, but not in those of the reference and the sampler",
             no_dropout,
         )
     yield finding(
         "kl/at-start",
         evidence,
-        "policy and reference are scored differently or are different models: dropout on in one pass only, a "
+        "policy and reference are scored differently or are different models: dropout in one pass only, a "
         "reference from another checkpoint, wrong positions under padding, or sums compared with means",
-        either(no_dropout, "run keel doctor on the configuration: its preflight tells these apart", joined=", and "),
+        either(no_dropout, "run keel doctor on the configuration to find out which of these it is", joined=", and "),
     )
 
 
@@ -73,15 +73,16 @@ def below_zero(log: Log) -> CheckResults:
     if not (len(below) >= 2 and never) and chance > log.level:
         return
     lowest, step = min(zip(series.finite.values, series.finite.steps, strict=True))
-    how = f"chance of as much below 0 if the KL were 0 or more: {chance:.1g}"
+    how = f"probability of such low values if the KL were 0 or more: {chance:.1g}"
     yield finding(
         "kl/negative",
         f"{name} is {series.mean:.3g} nats per token on average and {lowest:.3g} at step {step:.0f} "
         f"({'an estimate that is never negative' if never else how})",
-        "the estimator's operands or sign are swapped, the completions were drawn from another policy than the one "
-        "that is scored, or a mask or temperature differs between the two passes",
-        "KL(policy‖reference) is the mean of logp − ref_logp over tokens that the policy drew: see the order of the "
-        "two, the minus sign, and that both are scored alike",
+        "the two log-probabilities or the sign of the estimator are swapped, the completions were sampled from a "
+        "policy "
+        "that is not the scored one, or a mask or temperature differs between the two passes",
+        "check the order of the two log-probabilities, the sign, and that both are scored alike: "
+        "KL(policy‖reference) is the mean of logp − ref_logp over tokens that the policy sampled",
     )
 
 
@@ -108,7 +109,11 @@ def explosion(log: Log) -> CheckResults:
     apart = all(after - before > 1 for before, after in pairwise(at))
     rare = len(at) <= log.limits["spike_share"] * len(series) and apart
     lone = not at_end and peak <= limit and rare and at[-1] < series.steps[-1]
-    token = f"; one token at d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3" if peak > 10 else ""
+    token = (
+        f"; a single token with a log-ratio of d = {math.log(peak):.1f} nats contributes e^d = {peak:.2g} to k3"
+        if peak > 10
+        else ""
+    )
     beside = f"at step {at[0]} it was {jumps[0][1]:.3g} against a running median of {jumps[0][2]:.3g}" if jumps else ""
     yield finding(
         "kl/explosion",
@@ -118,8 +123,9 @@ def explosion(log: Log) -> CheckResults:
             f"the largest gradient norm is {norms.top()[1]:.3g}" if norms is not None else None,
             f"it is back at {now:.3g}" if back else None,
         ),
-        f"the policy has left the reference's support{token}: too large updates, a reward that pays for noise, or a KL "
-        "gradient that itself grows like e^d",
+        f"the policy writes tokens that the reference hardly ever writes{token}: updates are too large, the reward "
+        "pays "
+        "for noise, or the gradient of the KL term grows like e^d",
         _explosion_advice(log),
         # k3 is heavy-tailed: one token may cause a single high step
         severity="note" if lone else "warning" if back else None,
@@ -135,11 +141,11 @@ def _running_median(series: Series, index: int, window: int = 20, least: int = 5
 def _explosion_advice(log: Log) -> Advice:
     lower, beta = log.rate(0.1, "a tenth of"), log.option("kl.beta")
     if log.option("loss.loss_type") == "dr_grpo" and beta:
-        return either(lower, unpenalized(log.config, "as dr_grpo with a rule-based reward is meant", log.source))
+        return either(lower, unpenalized(log.config, "as dr_grpo is meant for rule-based rewards", log.source))
     grows = log.source == "keel" and beta and log.option("kl.estimator") == "k3" and log.option("kl.gradient") != "auto"
     how = setting("{} (it grows like d, not e^d)", {"kl.gradient": "auto"} if grows else {})
     limited = budget(log.config, log.limits["kl_over_budget"]) if log.source == "keel" else {}
-    return either(lower, how, setting("{}", limited), "look at the reward's spread, the sampler and the mask")
+    return either(lower, how, setting("{}", limited), "check the reward's spread, the sampler and the mask")
 
 
 @check("kl/over-budget")
@@ -153,10 +159,10 @@ def over_budget(log: Log) -> CheckResults:
     if usual < now.mean <= limit:
         yield finding(
             "kl/over-budget",
-            f"{name} is {now.mean:.3g} nats per token over {now.span}: over {usual:g}, within kl.budget.max={limit:g} "
-            "of the configuration",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, over the usual limit of {usual:g} and within "
+            f"kl.budget.max={limit:g} of the configuration",
             "the configuration allows this distance",
-            "nothing, if it is meant",
+            "change nothing if this limit is intended",
             severity="note",
         )
     elif limit < now.mean - log.limits["flat_reward"] * error and now.mean <= log.limits["kl_explosion"]:
@@ -166,7 +172,7 @@ def over_budget(log: Log) -> CheckResults:
             f"{name} is {now.mean:.3g} nats per token over {now.span}"
             + (f" at β = {beta.tail(1).mean:.3g}" if beta is not None else "")
             + f"; {set_by} is {limit:g}",
-            "the penalty is too weak for the pull of the reward, or the updates are too large",
+            "the KL penalty is too weak against the reward, or the updates are too large",
             either(log.stronger, aimed, log.rate(0.5, "half of")),
         )
 
@@ -184,19 +190,19 @@ def not_learning(log: Log) -> CheckResults:
     if len(series) < (LEAST_HELD if usual >= 10 * log.limits["beta_strong"] else least):
         raise few
     if log.moves_reference:
-        raise Missing("the reference moves with the policy, so a small KL is no standstill")
+        raise Missing("the reference moves with the policy, so a small KL does not show that the policy stands still")
     steps = series.finite.steps
     if len(steps) > 1 and steps[0] > max(RECENT * (steps[1] - steps[0]), 0.1 * steps[-1]):
-        raise Missing(f"the log begins at step {steps[0]:.0f}: what was learned before is not in it")
+        raise Missing(f"the log begins at step {steps[0]:.0f} and does not show what was learned before")
     if log.solved or now.mean < -log.limits["kl_no_move"]:
         return
     near, force = now.mean < log.limits["kl_not_learning"], beta * math.sqrt(2 * max(0.0, now.mean))
     if near and not log.rose and (beta >= log.limits["beta_strong"] or force >= log.limits["kl_force"]):
         yield finding(
             "kl/too-strong",
-            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {gain.text}; β is {beta:.3g}, so "
-            f"that its pull on a token is about β √(2 KL) = {force:.2g} against advantages of about 1",
-            "the KL term holds the policy where it started: what rewards teach is undone as it is learned",
+            f"{name} is {now.mean:.3g} nats per token over {now.span}, and {gain.text}; with β = {beta:.3g} the KL "
+            f"gradient on a token is about β √(2 KL) = {force:.2g}, and advantages are about 1",
+            "the KL term cancels the updates of the reward and holds the policy at its start",
             log.weaker,
         )
         return
@@ -211,17 +217,18 @@ def not_learning(log: Log) -> CheckResults:
         yield finding(
             "kl/not-learning",
             f"{name} is {now.mean:.3g} nats per token over {now.span}, and {gain.text}",
-            "updates are too small, the penalty too strong, or no group's rewards differ",
-            either(larger, "see reward/zero_variance_fraction first", joined="; "),
+            "updates are too small, the KL penalty is too strong, or the rewards of every group are equal",
+            either(larger, "check reward/zero_variance_fraction first", joined="; "),
         )
     elif not near and median(series) > log.limits["kl_without_gain"] and from_zero and log.flat:
         yield finding(
             "kl/not-learning",
             f"{name} went from 0 to {median(series):.3g} nats per token (median over {series.span}; {now.mean:.3g} "
             f"at the end), and {gain.text}",
-            "the policy moves and gains nothing: the reward does not depend on what it writes, or updates are noise",
+            "the policy moves without a gain: the reward does not depend on the completion, or the updates are noise",
             either(
-                "judge the same completions twice, and a right and a wrong answer by hand", log.rate(0.3, "a third of")
+                "compute the rewards of the same completions twice, and those of a right and a wrong answer",
+                log.rate(0.3, "a third of"),
             ),
         )
 
@@ -237,9 +244,9 @@ def penalty(log: Log) -> CheckResults:
     if len(cost.finite) >= RECENT and size > 0 and median(cost) > log.limits["penalty_share"] * size:
         yield finding(
             "kl/too-strong",
-            f"the KL penalty takes {median(cost):.3g} off a completion's reward over {cost.span}, and rewards differ "
+            f"the KL penalty reduces a completion's reward by {median(cost):.3g} over {cost.span}, and rewards differ "
             f"by {size:.3g}",
-            "a completion earns more by staying where the reference is than by being right",
+            "a completion earns more by staying near the reference than by being right",
             log.weaker,
         )
 
@@ -251,7 +258,7 @@ levels(
         "kl/rejected_fraction",
         "rejected_most",
         "{share} of the completions of {span} were left out of the policy term for their KL",
-        "completions are left out for what was made likelier, so that what is learned is no longer taught",
+        "completions that became likelier through training exceed kl.collect_max and are no longer trained",
         lambda log: log.times("kl.collect_max", 10, "ten times"),
     ),
 )
@@ -267,8 +274,8 @@ def unneeded(log: Log) -> CheckResults:
         yield finding(
             "kl/unneeded",
             f"{log.opt('kl.beta')} is {beta:g} with loss_type dr_grpo ({DR_GRPO})",
-            "a reward that is a rule stays right however far the policy drifts, so the recipe runs at β = 0",
-            unpenalized(log.config, "is worth a try, unless what is not trained must be retained", log.source),
+            "a rule-based reward stays right at any distance from the reference, so the recipe uses β = 0",
+            unpenalized(log.config, "is worth a try, unless skills that are not trained must be kept", log.source),
         )
 
 
@@ -281,14 +288,14 @@ def pairing(log: Log) -> CheckResults:
         raise Missing(
             "the KL term's estimator and placement are not in the log"
             if kl is None
-            else f"kl.estimator={kl} is no estimator of Keel's: keel doctor on the configuration tries it"
+            else f"kl.estimator={kl} is not an estimator of Keel: run keel doctor on the configuration to test it"
         )
     named = {"zero": "kl/no-gradient", "away": "kl/reversed", "wrong": "kl/reversed"}.get(formula.expected)
     if formula.active and named is not None:
         yield finding(
             named,
             f"{formula.note}; β is {log.option('kl.beta')}",
-            "this pairing of estimator, placement and gradient is no KL penalty, whatever β is",
+            "this combination of estimator, placement and gradient is not a KL penalty, at any β",
             formula.advice,
         )
 
@@ -302,17 +309,19 @@ def controller(log: Log) -> CheckResults:
     if turns >= 3 and log.kl is not None and swings(log.kl[1], swing) >= 2:
         yield finding(
             "kl/controller",
-            f"β goes up and down {turns} times by more than {swing:g} times, between {lowest:.3g} and {largest:.3g}, "
-            f"and {log.kl[0]} with it",
-            "the controller answers too strongly, or to a KL of too long ago: each correction overshoots, and the run "
-            "is by turns without a penalty and held by one",
-            "a smaller gain or a longer horizon of the controller, or a constant β of the size in between",
+            f"β changes direction {turns} times, each time by more than a factor of {swing:g}, between {lowest:.3g} "
+            "and "
+            f"{largest:.3g}, and {log.kl[0]} changes with it",
+            "the controller reacts too strongly, or to an old KL: each correction overshoots, so the penalty "
+            "alternates "
+            "between too weak and too strong",
+            "use a smaller gain or a longer horizon of the controller, or a constant β between these values",
         )
     elif lowest < 0 or largest > max(log.limits["controller_beta"], 10 * first):
         yield finding(
             "kl/controller",
             f"β was {first:.3g} at first and is {betas.finite.values[-1]:.3g} now; it was {largest:.3g} at most (step "
             f"{step}) and {lowest:.3g} at least",
-            "a controller whose target is out of reach, or whose sign or unit is another one, goes on without end",
-            "bounds on β, and a target in the unit in which the KL is measured",
+            "the target of the controller cannot be reached, or has the wrong sign or unit, so β never settles",
+            "set bounds on β, and give the target in the unit of the measured KL",
         )

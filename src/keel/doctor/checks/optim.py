@@ -74,12 +74,12 @@ def restarts(log: Log) -> CheckResults:
     low, high = min(value for value in rates.finite.values if value > 0), max(rates.finite.values)
     yield finding(
         "optim/no-update" if _nothing_learned(log) else "optim/lr-too-high",
-        f"the learning rate goes up and down {turns} times by more than {swing:g} times, between {low:.3g} and "
-        f"{high:.3g}",
-        "a schedule that starts over, with each resume or epoch, or a scheduler that is stepped twice: updates are by "
-        "turns too long and next to none",
-        f"one warm-up and one decay over the run: see {log.opt('optim.learning_rate')}, the schedule's number of "
-        "steps, and what calls the scheduler",
+        f"the learning rate changes direction {turns} times, each time by more than a factor of {swing:g}, between "
+        f"{low:.3g} and {high:.3g}",
+        "the schedule starts again at each resume or epoch, or the scheduler is stepped twice: updates alternate "
+        "between too large and almost zero",
+        f"use one warm-up and one decay over the run: check {log.opt('optim.learning_rate')}, the schedule's number "
+        "of steps, and where the scheduler is stepped",
         severity="warning",
     )
 
@@ -94,9 +94,9 @@ def no_update(log: Log) -> CheckResults:
             "optim/no-update",
             f"the learning rate is 0 at {len(idle)} of {len(rates.finite)} logged steps, from step {idle[0]} to "
             f"step {idle[-1]}",
-            "an update at rate 0 changes nothing: the rate itself, a schedule that ends before the run does, or a "
-            "warm-up that does not begin",
-            f"set {log.opt('optim.learning_rate')}, and the schedule's number of steps to the run's",
+            "updates with a learning rate of 0 change nothing: the configured rate is 0, the schedule ends before the "
+            "run, or the warm-up does not begin",
+            f"set {log.opt('optim.learning_rate')} above 0, and the schedule's number of steps to that of the run",
         )
         return
     held, unchanged = _held_back(log), _unchanged(log)
@@ -109,7 +109,7 @@ def no_update(log: Log) -> CheckResults:
     if unchanged is None and (moving := log.since(since).movement) is not None:
         raise Missing(f"{still}, yet {moving}: the policy moves")
     if silent is not None and silent.mean > log.limits["zero_variance_groups"]:
-        raise Missing(f"{still}, and no group's rewards differ: there is nothing to move it")
+        raise Missing(f"{still}, and the rewards of every group are equal, so there is no policy gradient")
     if rates is not None and rates.finite.values[-1] == max(rates.finite.values) > rates.finite.values[0]:
         still += f"; the learning rate is still rising at the last step ({rates.finite.values[-1]:.3g})"
         if log.steps < log.limits["steps_to_judge"]:
@@ -125,12 +125,13 @@ def no_update(log: Log) -> CheckResults:
             held if held and held not in still else None,
             f"the gradient norm is {median(norms):.3g}" if norms is not None else None,
         ),
-        "updates do not reach the weights that are sampled and scored: a rate that is next to nothing, a warm-up "
-        "longer than the run, gradients clipped to nothing, frozen parameters, or weights in a type that rounds the "
-        "update away",
+        "updates do not change the weights that are sampled and scored: the learning rate is almost 0, the warm-up is "
+        "longer than the run, gradients are clipped to almost 0, parameters are frozen, or the data type of the "
+        "weights "
+        "rounds the updates away",
         either(
             setting("set {}", {limit: 1.0}) if clipped else log.rate(100, "a hundred times"),
-            f"see {limit}, what is trainable, and keep the weights in float32",
+            f"check {limit} and which parameters are trainable, and keep the weights in float32",
             joined="; ",
         ),
     )
@@ -209,7 +210,7 @@ def decayed(log: Log) -> CheckResults:
             "optim/weight-decay",
             f"a weight decay of {decay:.3g} at a mean learning rate of {rates.mean:.3g} leaves {percent(left, '.2g')} "
             f"of the weights after {steps} steps",
-            "the weights shrink by more than any gradient moves them",
+            "weight decay shrinks the weights by more than the gradients change them",
             log.times("optim.weight_decay", 0.01, "a hundredth of"),
         )
 
@@ -230,8 +231,8 @@ def all_clipped(log: Log) -> CheckResults:
         yield finding(
             "ratio/all-clipped",
             joined(f"{percent(mean)} of the ratios are clipped on average" if clipped else None, apart),
-            "old and current log-probabilities are not the same quantity: sums against means, filtered against "
-            "unfiltered, another temperature, another mask",
+            "old and current log-probabilities are not the same quantity: one is a sum and the other a mean, or they "
+            "differ in filters, temperature or mask",
             "take both from the same scoring function at the sampling temperature; keel doctor on the configuration "
             "compares them",
         )
@@ -251,7 +252,7 @@ def unlike(log: Log) -> str:
                 f"{moved:.2g} in the same steps"
             )
     if ratio is not None and abs(median(ratio) - 1) > log.limits["sampler_ratio"]:
-        return f"the mean ratio is {median(ratio):.3g} (median over {ratio.span}), and 1 by definition"
+        return f"the mean ratio is {median(ratio):.3g} (median over {ratio.span}), but should be 1 by definition"
     return ""
 
 
@@ -268,9 +269,10 @@ def clip(log: Log) -> CheckResults:
             "loss/clip",
             f"{uses:.0f} updates are made on a batch, and not one ratio was clipped in {len(shares[0].finite)} logged "
             f"steps{', and KL(old‖policy) is 0 at each' if within else ''}, while {log.movement}",
-            "ratios are 1 at every update: the old log-probabilities are taken anew before each, so that nothing holds "
-            "a batch's later updates near the policy that sampled it",
-            "take the old log-probabilities once, before the first update on a batch; if the clip range is wide on "
-            f"purpose, nothing ({log.opt('loss.epsilon')})",
+            "ratios are 1 at every update: the old log-probabilities are computed again before each update, so "
+            "clipping "
+            "does not limit the later updates on a batch",
+            "compute the old log-probabilities once, before the first update on a batch; change nothing if the clip "
+            f"range ({log.opt('loss.epsilon')}) is wide on purpose",
             severity="warning",
         )

@@ -24,10 +24,10 @@ from keel.doctor.history import Series, finite
 from keel.doctor.shapes import LEAST, MEDIAN_ERROR, course, ends, median, noise, trend
 
 NOTHING_WRITTEN = (
-    "nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine gives "
-    "requests up"
+    "almost nothing is generated: the first token ends the completion, a stop string is in the prompt, or the engine "
+    "drops requests"
 )
-READ_ONE = "read a prompt and its completion with special tokens shown; see the engine's log, stop strings and limits"
+READ_ONE = "read a prompt and its completion with special tokens; check the engine's log, stop strings and limits"
 BONUS = {"loss.entropy_coef": 0.001}
 
 
@@ -37,7 +37,7 @@ def random_weights(log: Log) -> CheckResults:
     size = log.vocabulary or SMALL_VOCABULARY
     uniform, first = math.log(size), log.need("entropy/mean", "the entropy").finite.head(3)
     if log.vocabulary is None and first.mean > math.log(LARGE_VOCABULARY):
-        raise Missing(f"an entropy of {first.mean:.3g} is none per token in nats: its unit is another one")
+        raise Missing(f"an entropy of {first.mean:.3g} is too high for nats per token, so its unit is unknown")
     blind = first.mean > log.limits["entropy_uniform_share"] * uniform
     usual = (log.figure("rollout.temperature") or math.inf) < log.limits["temperature_hot"]
     if blind or (usual and first.mean > log.limits["entropy_noise"] and not log.rose):
@@ -45,9 +45,9 @@ def random_weights(log: Log) -> CheckResults:
         yield finding(
             "output/random-weights",
             f"entropy is {first.mean:.3g} nats over {first.span}, {percent(first.mean / uniform)} of {of} = "
-            f"{uniform:.3g}, that of drawing tokens blindly",
+            f"{uniform:.3g}, the entropy of uniform sampling",
             "the weights are random or were not loaded",
-            "name a trained model in model.name, or give a warmstart section; check that loading reported no missing "
+            "set model.name to a trained model, or add a warmstart section; check that loading reported no missing "
             "weights",
             severity=None if blind else "warning",
         )
@@ -85,8 +85,9 @@ def truncated(log: Log) -> CheckResults:
             "the limit is too short for the task, or the model never writes its end-of-text token",
             either(
                 log.times("rollout.max_completion_length", 2, "twice"),
-                f"if completions ramble on, a stop string{' (rollout.stop)' if log.source == 'keel' else ''} or a warm "
-                "start that ends its answers",
+                f"if completions do not stop, a stop string{' (rollout.stop)' if log.source == 'keel' else ''} or a "
+                "warm "
+                "start on answers that end",
                 joined="; ",
             ),
             severity="error" if grave else "warning",
@@ -101,12 +102,15 @@ def _all_as_long(log: Log, limit: float | None) -> str:
         return ""
     now = length.finite.tail(RECENT)
     if limit is not None and min(now.values) > log.limits["near_limit_from"] * limit > 0:
-        return f"completions of {now.span} have {now.mean:.4g} tokens on average, of {limit:g}, and few count as cut"
+        return (
+            f"completions of {now.span} have {now.mean:.4g} tokens on average, of {limit:g}, but few are counted as "
+            "truncated"
+        )
     alike = (
         {round(value) for _, *both in now.beside(longest.finite) for value in both} if longest is not None else set()
     )
     same = len(now) == RECENT and len(alike) == 1 and now.mean >= log.limits["same_length"]
-    return f"every completion of {now.span} has {now.mean:.6g} tokens, as many as the longest" if same else ""
+    return f"all completions of {now.span} have {now.mean:.6g} tokens" if same else ""
 
 
 levels(
@@ -116,8 +120,8 @@ levels(
         "prompt/truncated_fraction",
         "truncated_prompts",
         "{share} of the prompts of {span} were cut at the limit",
-        "the prompt limit is shorter than the data",
-        lambda log: either(log.times("data.max_prompt_length", 2, "twice"), "leave overlong rows out"),
+        "the prompt limit is shorter than the prompts",
+        lambda log: either(log.times("data.max_prompt_length", 2, "twice"), "remove rows that are too long"),
         grave="truncated_prompts_error",
         whole=True,
     ),
@@ -141,11 +145,12 @@ def unparseable(log: Log) -> CheckResults:
         return
     yield finding(
         "output/unparseable",
-        f"{percent(now.mean, '.1f')} of the completions of {now.span} could be read{stays}",
-        "the model does not know the answer's form: a base model without examples, a wrong chat template, random "
-        "weights",
-        "a warmstart section on gold answers, or a system prompt that shows the form (data.system_prompt), and a "
-        "reward part that pays for it",
+        f"{percent(now.mean, '.1f')} of the completions of {now.span} could be parsed{stays}",
+        "the model does not know the answer's format: it is a base model without examples, has a wrong chat template "
+        "or "
+        "random weights",
+        "add a warmstart section on gold answers, or a system prompt that shows the format (data.system_prompt), and a "
+        "reward part for the format",
         severity="error" if now.mean < log.limits["parse_rate"] else "warning",
         share=1 - now.mean,
     )
@@ -161,7 +166,7 @@ def _stays_unreadable(series: Series, log: Log) -> str:
         return ""
     error = MEDIAN_ERROR * deviation * math.sqrt(2 * memory / max(5, len(series.finite) // 10))
     grows = change.size + log.limits["flat_reward"] * error > log.limits["flat_gain"]
-    return "" if grows else f", {percent(change.before, '.1f')} at first: it does not grow"
+    return "" if grows else f", and {percent(change.before, '.1f')} at first: the share does not grow"
 
 
 @check("length/explosion")
@@ -181,14 +186,14 @@ def longer(log: Log) -> CheckResults:
     yield finding(
         "length/explosion",
         joined(growth, at_limit, log.gain, by=", and "),
-        "repeated text is likely to teacher and student alike"
+        "both teacher and student give repeated text a high probability"
         if log.has_teacher
-        else "a loss that divides by length makes long failures cheap, or the reward pays for length",
+        else "the loss divides by length, so long failures cost little, or the reward pays for length",
         propose(
-            "{}, or {}, which do not favour length: look at the completions", *({name: n} for n in ("dr_grpo", "dapo"))
+            "{}, or {}, which do not favour length; read the completions", *({name: n} for n in ("dr_grpo", "dapo"))
         )
         if other
-        else "a loss whose denominator does not favour length; look at the completions",
+        else "use a loss whose denominator does not favour length; read the completions",
     )
 
 
@@ -205,7 +210,7 @@ def _into_limit(log: Log) -> str:
     change, most = log.course("length/truncated_fraction"), log.limits["truncated_completions"]
     if change is None or not change.before < most / 2 < most < change.after:
         return ""
-    return f"those that end at the limit go from {percent(change.before)} to {percent(change.after)}"
+    return f"the share that ends at the limit rises from {percent(change.before)} to {percent(change.after)}"
 
 
 @check("length/collapse")
@@ -221,9 +226,10 @@ def shorter(log: Log) -> CheckResults:
                 log.gain,
                 by=", and ",
             ),
-            "the policy ends at once: the reward, or a loss that divides by length, makes short failures cheap, or end "
-            "tokens are all that is learned",
-            either("a reward that an empty answer does not earn", log.stronger, log.rate(0.3, "a third of")),
+            "completions end at once: with this reward, or a loss that divides by length, short failures cost "
+            "little, or "
+            "only end tokens are learned",
+            either("a reward that empty answers do not get", log.stronger, log.rate(0.3, "a third of")),
         )
 
 
@@ -252,7 +258,7 @@ def cold(log: Log) -> CheckResults:
             greedy,
             by=", ",
         ),
-        "the sampler is greedy or next to it: completions of a group are copies, and so are their rewards",
+        "sampling is greedy or almost greedy, so the completions of a group are copies with equal rewards",
         setting("set {}", back or {log.opt("rollout.temperature"): 1.0}),
     )
 
@@ -287,8 +293,8 @@ def hot(log: Log) -> CheckResults:
             log.gain,
             by=", ",
         ),
-        "sampling so hot that each token is one of hundreds: what is written is noise, whatever the policy knows"
-        + (", unless the weights were not loaded as they should be" if guessed else ""),
+        "sampling is so hot that completions are noise, whatever the policy has learned"
+        + (", or the weights were not loaded correctly" if guessed else ""),
         setting("set {}", {log.opt("rollout.temperature"): 1.0}),
         severity="error" if noise or silent else "warning",
     )
@@ -315,7 +321,7 @@ def collapse(log: Log) -> CheckResults:
     yield finding(
         "entropy/collapse",
         f"entropy fell from {first:.3g} to {now.mean:.3g} nats per token ({now.span})",
-        "the policy repeats one answer, so groups have no spread left to learn from",
+        "the policy repeats one answer, so the rewards of a group do not differ and nothing is learned",
         either(
             log.stronger,
             log.keel({"loss.epsilon_high": 0.28} if wider else {}),
@@ -344,7 +350,7 @@ def rising(log: Log) -> CheckResults:
         yield finding(
             "entropy/too-strong",
             f"{evidence}; the bonus has a coefficient of {bonus:g}",
-            "the bonus pays more for noise than the reward does for answers",
+            "the entropy bonus is worth more than the reward for answers",
             either(
                 setting("set {}", {log.opt("loss.entropy_coef"): 0}), log.times("loss.entropy_coef", 0.1, "a tenth of")
             ),
@@ -353,7 +359,8 @@ def rising(log: Log) -> CheckResults:
         yield finding(
             "entropy/rising",
             evidence,
-            "the policy drifts into noise: advantages that are mostly noise, too large updates, a bonus on entropy, or "
-            "sampling hotter than what is scored",
+            "the policy drifts into noise: advantages are mostly noise, updates are too large, there is an entropy "
+            "bonus, "
+            "or sampling has a higher temperature than scoring",
             either(log.rate(0.3, "a third of"), log.stronger, "read the completions"),
         )

@@ -19,7 +19,7 @@ DEVIATIONS = 4.0
 PULLED_BACK, LATELY = 10.0, 30  # factor by which β grew, within this many steps
 SMALL = 10.0  # factor over `kl_at_start`: a KL that a strong β can remove at once
 NATS = 50.0  # entropy bound in nats at a total variation of 1: ln V is up to 13, and contexts change as well
-SCORED = "score the reference with the weights that training started from; with an adapter, with the adapter off; "
+SCORED = "score the reference with the weights at the start of training, and with the adapter off if there is one; "
 
 
 @check("reference/follows")
@@ -32,17 +32,17 @@ def follows(log: Log) -> CheckResults:
     if most > log.limits["kl_no_move"]:
         yield from _outrun(log, name, series)
         return
-    moving = log.movement or ("the reference is meant to move" if log.moves_reference else None)
+    moving = log.movement or ("the reference moves by configuration" if log.moves_reference else None)
     if log.beta == 0 or moving is None:
         return
     unsure = most == 0 and log.unpenalized
     yield finding(
         "reference/follows",
         f"{name} is at most {most:.2g} nats per token in {len(series.finite)} logged steps, while {moving}"
-        + ("; a run without a KL term logs 0, too" if unsure else ""),
-        "the reference is the policy itself: the same weights, an adapter that is left on while it scores, or a copy "
-        "taken at every step",
-        SCORED + "a reference that is synced on purpose, every hundred steps or so and in part",
+        + ("; but a run without a KL term logs 0, too" if unsure else ""),
+        "the reference is the policy itself: it has the same weights, is scored with the adapter on, or is copied at "
+        "every step",
+        SCORED + "if the reference is synced on purpose, sync it partially and only about every hundred steps",
         severity="note" if unsure else None,
     )
 
@@ -70,11 +70,11 @@ def _outrun(log: Log, name: str, series: Series) -> CheckResults:
             yield finding(
                 "reference/follows",
                 f"the {what} goes from {change.before:.3g} to {change.after:.3g} (chance under noise: "
-                f"{change.chance:.1g}); {name} is {ends[1]:.2g} nats per token over {series.tail(RECENT).span}: a "
-                f"policy that near to where it started could differ by {most:.2g} at most",
-                "what is logged is no distance to where training started: the reference follows the policy, is scored "
-                "with the policy's adapter on, or the KL is that of one update; or problems have become easier",
-                SCORED + "nothing, if the problems change in the course of the run",
+                f"{change.chance:.1g}); {name} is {ends[1]:.2g} nats per token over {series.tail(RECENT).span}, and a "
+                f"policy this close to its start could differ by {most:.2g} at most",
+                "the logged KL is not the distance from the start of training: the reference follows the policy, is "
+                "scored with the policy's adapter on, or the KL is that of one update; or problems have become easier",
+                SCORED + "change nothing if the problems change during the run",
             )
             return
 
@@ -97,10 +97,11 @@ def replaced(log: Log) -> CheckResults:
         yield finding(
             "reference/moving",
             f"{name} falls from {usual:.3g} to {after:.2g} nats per token at step {step}"
-            + (f"; so it does at {len(drops)} steps" if len(drops) > 1 else ""),
-            "the reference was replaced by the policy of that moment: a resume that took the checkpoint as reference, "
-            "or a reference that is synced",
-            "load the reference from where training started, also after a resume; if it is meant to be synced, nothing",
+            + (f"; it falls like this at {len(drops)} steps" if len(drops) > 1 else ""),
+            "the reference was replaced by the current policy: a resume used the checkpoint as the reference, or the "
+            "reference is synced",
+            "load the reference from the start of training, also after a resume; change nothing if it is synced on "
+            "purpose",
             severity=None if log.config or len(drops) == 1 else "warning",
         )
 
@@ -147,14 +148,14 @@ def far(log: Log) -> CheckResults:
             "teacher/far",
             joined(
                 f"{name} is {value:.3g} nats per token at step {step:.0f}: the teacher gives the student's tokens "
-                f"{percent(math.exp(-value), '.2g')} of the probability that the student gives them (geometric mean)",
+                f"{percent(math.exp(-value), '.2g')} of the student's probability (geometric mean)",
                 f"both distributions share {percent(shared, '.2g')} of their probability" if overlap else None,
                 by=", and ",
             ),
-            "few of the likely tokens are likely to both: the teacher reads another chat template or language, or "
-            "writes in another style, and on the student's text its distribution teaches little",
-            "read completions of both; SFT on the teacher's samples first (keel sft), or a teacher of the student's "
-            "family",
+            "student and teacher give probability to different tokens: the teacher expects another chat template or "
+            "language, or writes in another style, so the student learns little from it",
+            "read completions of both; train on the teacher's samples first (keel sft), or use a teacher of the "
+            "student's model family",
         )
 
 
@@ -175,11 +176,11 @@ def not_approached(log: Log) -> CheckResults:
     yield finding(
         "teacher/not-approached",
         f"{name} is {first.mean:.3g} nats per token over {first.span} and {now.mean:.3g} over {now.span}",
-        "kl.allow_biased lets forms through whose expected gradient is zero or wrong: noise alone moves the policy"
+        "kl.allow_biased permits a KL term whose expected gradient is zero or wrong, so only noise moves the policy"
         if biased
-        else "updates are so large that they lose more than they gain"
+        else "updates are so large that they move the student away from the teacher"
         if grown
-        else "updates are too small, or the student cannot come nearer",
+        else "updates are too small, or the student cannot come closer",
         either(
             setting("{}", changes(log.config, EXACT) if biased else {}),
             log.rate(0.3, "a third of") if grown else log.rate(3, "three times"),
@@ -203,9 +204,9 @@ def worse(log: Log) -> CheckResults:
         tasks = ", ".join(f"{row.task} {row.before:.3g} → {row.after:.3g}" for row in lost)
         yield finding(
             "teacher/worse",
-            f"{tasks} on held-out problems, the intervals do not touch, while {name} goes from {first.mean:.3g} to "
-            f"{now.mean:.3g} nats per token",
-            "the student comes nearer to a teacher that solves fewer of these problems than it does itself",
-            "compare the two before training (keel eval); take another teacher, or leave these problems to the reward "
-            "with loss.policy_weight above 0",
+            f"{tasks} on held-out problems, without overlap of the intervals, while {name} goes from {first.mean:.3g} "
+            f"to {now.mean:.3g} nats per token",
+            "the student approaches a teacher that solves fewer of these problems than the student did",
+            "compare both before training (keel eval); use another teacher, or train these problems by the reward with "
+            "loss.policy_weight above 0",
         )

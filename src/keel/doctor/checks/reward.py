@@ -25,8 +25,8 @@ from keel.doctor.shapes import LEAST, course, fall, frozen_since, median, noise,
 PENALTIES = ("penal", "punish", "overlong")  # in names of parts whose best value is 0
 OFF = 5.0  # standard deviations: noise exceeds them once in a million, and never repeats exactly
 FINITE_REWARD = (
-    "return a finite number for every completion, malformed and empty ones included; for Keel, reward.on_error says "
-    "what a failing reward earns"
+    "return a finite number for every completion, also if it is malformed or empty; in Keel, reward.on_error decides "
+    "what happens if a reward fails"
 )
 
 
@@ -43,18 +43,19 @@ def non_finite(log: Log) -> CheckResults:
     omitted = log.omitted("reward/mean", "length/mean", "length/truncated_fraction", "reward/std")
     if bad or single or failures or skips:
         steps = sorted(bad | {step_of(record) for record in (*single, *failures, *skips)})
-        judge_messages = f"; {len(failures)} messages of the judge, as {failures[0].get('message')}" if failures else ""
+        judge_messages = f"; {len(failures)} messages, such as {failures[0].get('message')}" if failures else ""
         yield finding(
             "reward/non-finite",
             f"reward is not a finite number at {of_steps(steps)}{judge_messages}",
-            "a reward function divides by zero, takes a logarithm of 0, or passes on the NaN of another model",
+            "a reward function divides by zero, takes a logarithm of 0, or returns the NaN of another model",
             FINITE_REWARD,
         )
     elif omitted:
         yield finding(
             "reward/non-finite",
-            f"the mean reward is missing at {of_steps(omitted)}, whose other figures were logged",
-            "trainers leave out what is not finite: a reward function divides by zero, or takes a logarithm of 0",
+            f"the mean reward is missing at {of_steps(omitted)}, although other metrics of these steps were logged",
+            "some trainers do not log values that are not finite: a reward function divides by zero, or takes a "
+            "logarithm of 0",
             FINITE_REWARD,
             severity="warning",
         )
@@ -71,7 +72,7 @@ def failed(log: Log) -> CheckResults:
             "reward/failed",
             f"{len(failures)} calls of a reward failed at {of_steps(steps)}; the first: {failures[0].get('message')}",
             "the function raises, returns something else, or does not return within reward.timeout_s",
-            "fix the function: what fails is paid as reward.on_error says, whatever the completion was worth",
+            "fix the function: the reward of a failed call is set by reward.on_error and not by the completion",
             severity="error" if many else "warning",
         )
 
@@ -103,11 +104,12 @@ def unjudged(log: Log) -> CheckResults:
             continue
         yield finding(
             "reward/failed",
-            f"{name} is {value:.6g}, to the last digit, at each of {count} logged steps since step {since}"
+            f"{name} is exactly {value:.6g} at each of {count} logged steps since step {since}"
             + (f", and was {median(last):.3g} over {last.span}" if before.values else ""),
-            "what judges this part fails, is not reached or cannot read a completion, and pays all alike: no policy "
-            "misses a part at every completion, nor unlearns it from one step to the next",
-            f"judge a right answer by {name} alone, and see the verifier's own log from step {since} on",
+            "the judge of this part fails, is not reached or cannot parse completions, and gives all the same value: "
+            "no "
+            "policy fails a part at every completion, or unlearns it from one step to the next",
+            f"compute {name} of a right answer, and check the verifier's own log from step {since} on",
             severity=None if before.values else "warning",
         )
 
@@ -122,7 +124,7 @@ def cliff(log: Log) -> CheckResults:
     """Most completions earn one negative reward, far below all others."""
     rewards = [value for record in _trained(log) if (value := finite(record.get("reward"))) is not None]
     if len(rewards) < 8:
-        raise Missing("rewards of single completions are needed, and too few were recorded")
+        raise Missing("too few rewards of single completions were recorded")
     parsed, lowest = log.get("parse/ok_fraction"), min(rewards)
     others = sorted(value for value in rewards if value > lowest + 1e-9)
     share = 1 - len(others) / len(rewards)
@@ -132,14 +134,14 @@ def cliff(log: Log) -> CheckResults:
         return
     if gap < log.limits["cliff_gap"] or gap <= log.limits["reward_cliff"] * spread:
         return
-    read = f", of which {percent(parsed.mean)} could be read" if parsed is not None else ""
+    read = f", of which {percent(parsed.mean)} could be parsed" if parsed is not None else ""
     yield finding(
         "reward/cliff",
         f"{percent(share)} of {len(rewards)} recorded completions earn {lowest:g}{read}; the next reward is "
-        f"{gap:.3g} higher, the others span {spread:.3g}",
-        "failing costs more than all that is to be learned is worth, so a chance success or failure rules the update",
-        "a graduated reward: parts for form before content, and a malformed answer at −0.3 or 0 instead of "
-        f"{lowest:g}" + ("; reward.warmup_steps eases it in" if log.source == "keel" else ""),
+        f"{gap:.3g} higher, and the range of the others is {spread:.3g}",
+        "failing costs more than a right answer can earn, so a success or failure by chance dominates the update",
+        "use a graded reward: parts for the format before the content, and −0.3 or 0 for a malformed answer instead of "
+        f"{lowest:g}" + ("; reward.warmup_steps phases the reward in" if log.source == "keel" else ""),
     )
 
 
@@ -164,16 +166,16 @@ def constant(log: Log) -> CheckResults:
         "reward/constant",
         f"{percent(now.mean)} of the groups had equal rewards over {now.span}"
         + (f", mean reward {reward.tail(RECENT).mean:.3g}" if reward is not None else "")
-        + ("; so it was in the whole run" if all_along else f"; so it was at {percent(idle)} of the steps"),
+        + ("; this holds for the whole run" if all_along else f"; this holds at {percent(idle)} of the steps"),
         "the task is solved: every completion earns the full reward"
         if done
-        else "every completion fails, or every one succeeds, or the reward does not look at the completion",
-        "harder problems, or stop here"
+        else "all completions fail, or all succeed, or the reward does not depend on the completion",
+        "use harder problems, or stop here"
         if done
         else either(
             log.times("rollout.num_generations", 2, "twice"),
-            "problems that succeed now and then (easier ones, a warm start)",
-            "a reward part that pays for coming closer",
+            "problems that the policy solves sometimes (easier ones, or a warm start)",
+            "a reward part for partial success",
         ),
         # the run learned the task, but most of its steps had no signal
         severity=None if not done else "warning" if all_along or idle > log.limits["mostly_idle"] else "note",
@@ -190,7 +192,7 @@ def amplified(log: Log) -> CheckResults:
     label = "within-group std of the groups with spread"
     if spread is None:
         spread, silent = log.need("reward/std", "the spread of the rewards within groups"), None
-        label = "std of the whole batch (a group's is at most that)"
+        label = "std of the whole batch (that of a group is at most as large)"
     if silent is None and log.saturated:
         spread = spread.head(RECENT)  # later most groups have equal rewards, which lowers the mean
     live = dict(zip(silent.steps, silent.values, strict=True)) if silent is not None else {}
@@ -207,12 +209,13 @@ def amplified(log: Log) -> CheckResults:
         unsure = log.option("loss") is None
         yield finding(
             "advantage/amplified",
-            f"{label} is {middle:.3g} (median over {spread.span}): dividing by it amplifies {1 / middle:.0f} times"
-            + ("; whether this run divides is not in the log" if unsure else ""),
-            "rewards of a group differ by noise, and the division by their std gives the noise full size",
+            f"{label} is {middle:.3g} (median over {spread.span}): division by it multiplies differences by "
+            f"{1 / middle:.0f}" + ("; the log does not show whether this run divides" if unsure else ""),
+            "rewards of a group differ only by noise, and division by their std turns the noise into full-size "
+            "advantages",
             either(
-                propose("{} (dr_grpo does so too)", {log.opt("loss.scale_rewards"): "none"}),
-                "a reward whose differences mean something",
+                propose("{} (as dr_grpo does)", {log.opt("loss.scale_rewards"): "none"}),
+                "a reward whose differences depend on the answer",
             ),
             severity="warning" if unsure else None,
         )
@@ -224,7 +227,7 @@ def weak(log: Log) -> CheckResults:
     spread, name = log.get("reward/within_group_std"), "within-group std"
     if spread is None:  # the batch's spread is at least that of its groups
         spread = log.need("reward/std", "the spread of the rewards")
-        name = "std over the batch (the groups' own is at most that)"
+        name = "std over the batch (that of a group is at most as large)"
     gain, least = log.need_trend, int(log.limits["steps_to_judge"])
     if len(spread) < least:
         raise Missing(f"{len(spread)} steps are too few to call a reward flat: {least} are needed")
@@ -234,8 +237,9 @@ def weak(log: Log) -> CheckResults:
         yield finding(
             "reward/weak",
             f"{name} is {spread.mean:.3g} on average over {spread.span}, and {gain.text}",
-            "completions of a group earn nearly the same, so differences are mostly noise",
-            "a reward that tells completions apart (graded parts, larger weights), or problems of middling difficulty",
+            "completions of a group earn nearly the same reward, so differences are mostly noise",
+            "use a reward that distinguishes completions (graded parts, larger weights), or problems of medium "
+            "difficulty",
         )
 
 
@@ -257,13 +261,14 @@ def collapsed(log: Log) -> CheckResults:
         yield finding(
             "reward/collapse",
             f"the reward fell from {change.before:.3g} at its best to {change.after:.3g} at the end, from step "
-            f"{change.step} on; chance under its noise: {change.chance:.1g}",
-            "updates too large for what the batches say, a policy that found text no reward was made for, or, if it "
-            "falls from the first step on, a loss or an advantage of the wrong sign",
+            f"{change.step} on; chance under noise: {change.chance:.1g}",
+            "updates are too large, or the policy writes text that the reward was not made for; if the reward falls "
+            "from "
+            "the first step on, the loss or the advantage has the wrong sign",
             either(
                 log.rate(0.3, "a third of"),
                 log.stronger,
-                f"go on from a checkpoint before step {change.step}, and read the completions after it",
+                f"resume from a checkpoint before step {change.step}, and read the completions after it",
             ),
             severity=None if lost > most else "warning",
         )
@@ -274,7 +279,7 @@ def part_falling(log: Log) -> CheckResults:
     """A part of the reward falls while the total rises."""
     total, parts = log.shape("reward/mean", "the reward", course)[1], _parts(log)
     if not parts:
-        raise not_shown("the reward's parts beside its sum")
+        raise not_shown("the parts of the reward")
     for name, series in parts.items() if log.clear(total) and total.size > 0 else ():
         change = course(series)
         if change is None or not log.clear(change, len(parts)):
@@ -284,9 +289,9 @@ def part_falling(log: Log) -> CheckResults:
                 "reward/part-falling",
                 f"{name} falls from {change.before:.3g} to {change.after:.3g} while the reward rises from "
                 f"{total.before:.3g} to {total.after:.3g} ({series.span}; chance under noise: {change.chance:.1g})",
-                "another part pays more for what this one forbids: the policy trades it away",
-                f"a larger weight on {name}, or pay the other part only where {name} is earned; read the best paid "
-                "completions",
+                f"another part pays more for text that fails {name}, so the policy gives {name} up",
+                f"use a larger weight on {name}, or pay the other part only if {name} is earned; read the completions "
+                "with the highest rewards",
             )
 
 
@@ -297,14 +302,14 @@ def scale(log: Log) -> CheckResults:
         return
     known = advantage_size(log)
     if known is None:
-        raise Missing("neither advantages nor whether rewards are divided by their deviation is in the log")
+        raise Missing("the log shows neither advantages nor whether rewards are divided by their deviation")
     size, text = known
     if size > log.limits["reward_scale"]:
         yield finding(
             "reward/scale",
             f"{text} {size:.3g} (median over the run)",
-            "the reward's scale multiplies the policy term only: KL term and entropy bonus act as if their "
-            f"coefficients were {size:.2g} times smaller",
+            "the scale of the reward multiplies only the policy term, so the KL term and the entropy bonus act as if "
+            f"their coefficients were {size:.2g} times smaller",
             f"divide the reward by {size:.2g}, or let advantages be divided by their deviation "
             f"({log.opt('loss.scale_rewards')})",
         )

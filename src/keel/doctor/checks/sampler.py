@@ -14,6 +14,7 @@ from keel.doctor.history import LARGEST, Series
 from keel.doctor.thresholds import Thresholds
 
 KL = "KL(sampler‖policy)"
+COMPARE = "compare the log-probabilities of sampler and trainer for one completion, token by token"
 IMPOSSIBLE = 15.0  # nats; changing a usual temperature changes a sampled token's log-probability by less
 AGES = ("staleness/mean", "other/off_policy/mean")
 DEPTH = "kl/sampler_policy/depth_"  # metric prefix, followed by the first token of a stretch
@@ -76,7 +77,7 @@ def sampler(log: Log) -> CheckResults:
     if size is None:
         if gap is None:
             raise not_shown("the sampler's log-probabilities beside the trainer's")
-        raise Missing("only the largest gap of a token was recorded, which one rare token decides")
+        raise Missing("only the largest gap of a token was recorded, and one rare token can decide it")
     first, now = size.series.head(1), size.series.tail(RECENT)
     growth, rounding = log.limits["sampler_gap_growth"], log.limits["sampler_rounding"]
     grew = len(size.series) > 1 and now.mean > growth * max(first.mean, rounding)
@@ -91,43 +92,49 @@ def sampler(log: Log) -> CheckResults:
     evidence = joined(
         f"{size.name} is {now.mean:.3g}{size.unit} over {now.span} and was {first.mean:.3g} over {first.span}",
         f"the largest gap of a token is {gap.top()[1]:.3g} nats (step {gap.top()[0]})" if gap is not None else None,
-        f"it is {percent(behind)} of what the policy has moved" if never_synced else None,
+        f"it is {percent(behind)} of KL(policy‖reference)" if never_synced else None,
     )
     severity: Severity | None = "error" if now.mean > size.error else "warning"
     usual = sorted(size.series.finite.values)[len(size.series.finite) // 10]
     largest = min(gap.tail(RECENT).finite.values, default=0.0) if gap is not None else 0.0
     heat = log.figure("rollout.temperature") or 1.0
-    advice: Advice | str = "compare the log-probabilities of one completion, token by token, from both"
+    advice: Advice | str = COMPARE
     since = (
-        "the gap is there from the first step, so it is not the weights"
+        "the gap exists from the first step, so stale weights are not the cause"
         if first.steps[0] <= 1
-        else f"the gap is there since the log begins, at step {first.steps[0]:.0f}; if not stale weights, it is"
+        else f"the gap exists since the log begins, at step {first.steps[0]:.0f}, so stale weights may be the cause; "
+        "other causes"
     )
     code = "sampler/mismatch"
     if ahead and (grew or age > log.limits["sample_age"]):
         code, severity = "sampler/too-old", None
-        cause = f"samples may be {ahead:.3g} steps old, and in these the policy moves further than weights can repair"
+        cause = (
+            f"samples may be {ahead:.3g} steps old, and the policy moves too far in them for importance weights to "
+            "correct"
+        )
         fresher = {"rollout.max_staleness": int(ahead) - 1} if log.source == "keel" else {}
         advice = either(setting("set {}", fresher), log.rate(0.5, "half of"))
     elif grew:
         code, severity = "sampler/stale", None
-        cause = "the gap grows as the policy moves: the sampler keeps weights that the trainer has left"
+        cause = "the gap grows as the policy moves: the sampler has old weights"
         advice = (
             "sync the engine after every update, adapters included; keel doctor on the configuration shows whether a "
-            "sync reaches it"
+            "sync changes its weights"
         )
     elif now.mean > growth**2 * max(usual, rounding):
-        evidence += f"; at one step in ten or more it is {usual:.2g} or less"
+        evidence += f"; at one step in ten it is {usual:.2g} or less"
         cause = (
-            "the gap comes and goes, so that it is neither precision nor an option: some of the engine's workers have "
-            "other weights, or some requests go elsewhere"
+            "the gap is not constant, so neither precision nor an option is the cause: some of the engine's workers "
+            "have "
+            "other weights, or some requests go to another model"
         )
-        advice = "compare the weights of all workers after a sync; see which requests of a step are off"
+        advice = "compare the weights of all workers after a sync, and find the requests of a step that are wrong"
     elif largest > IMPOSSIBLE * max(heat, 1 / heat):
         cause = (
-            f"{since}: at every one of the last steps a token that one side drew is {largest:.3g} nats or more less "
-            "likely to the other, which neither temperature nor rounding does: other tokens, prompts that were cut or "
-            "shifted, or experts that are chosen otherwise"
+            f"{since}: at each of the last steps one token's log-probabilities differ by {largest:.3g} nats or more, "
+            "which "
+            "neither temperature nor rounding explains; possible causes are other tokens, prompts that were cut or "
+            "shifted, or another choice of experts"
         )
     else:
         code, cause = _constant_cause(log, large=now.mean > size.error)
@@ -135,7 +142,7 @@ def sampler(log: Log) -> CheckResults:
         advice = either(
             log.unfiltered,
             "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision",
-            setting("{} holds what remains", {"loss.mismatch.kind": "truncate"} if off else {}),
+            setting("{} limits the effect of the rest", {"loss.mismatch.kind": "truncate"} if off else {}),
             joined="; ",
         )
     yield finding(code, evidence, cause, advice, severity, guess=code == "sampler/temperature")
@@ -148,13 +155,13 @@ def _constant_cause(log: Log, *, large: bool) -> tuple[str, str]:
         return "sampler/filter", f"top_p={top_p}, top_k={top_k}, min_p={min_p} change the sampler's probabilities"
     temperature = log.figure("rollout.temperature")
     if temperature is not None and temperature != 1:
-        return "sampler/temperature", f"temperature {temperature:g} may be applied on one side only"
+        return "sampler/temperature", f"temperature {temperature:g} may be applied in only one of sampler and trainer"
     if large:
         return "sampler/mismatch", (
-            "rounding is no explanation at that size; another temperature or filter, other weights or another "
-            "tokenizer, or probabilities of other tokens are"
+            "the gap is too large for rounding; another temperature or filter, other weights, another tokenizer, or "
+            "probabilities of other tokens can cause it"
         )
-    return "sampler/precision", "another precision, other kernels, or another temperature or filter"
+    return "sampler/precision", "sampler and trainer differ in precision or kernels, or in temperature or filters"
 
 
 def _from_one(ratio: float) -> float:
@@ -167,13 +174,28 @@ def _explained(log: Log) -> bool:
 
 
 Weight = tuple[str, Callable[[float], float], bool, str]
-FEW: Weight = "mismatch_ess", float, True, "the importance weights leave {share} of the samples (effective size)"
+FEW: Weight = (
+    "mismatch_ess",
+    float,
+    True,
+    "the effective sample size of the importance weights is {share} of the samples",
+)
 WEIGHTS: dict[str, Weight] = {  # metrics of importance weights: their limits and texts
     "mismatch/ess": FEW,
     "ratio/ess": FEW,
-    "sampler/correlation": ("sampler_correlation", float, True, "the probabilities of both correlate by {mean} only"),
-    "ratio/sampler_mean": ("sampler_ratio", _from_one, False, "the mean importance weight is {mean} away from 1"),
-    "mismatch/rejected_fraction": ("sampler_rejected", float, False, "{share} is left out for its importance weight"),
+    "sampler/correlation": (
+        "sampler_correlation",
+        float,
+        True,
+        "the probabilities of sampler and trainer correlate by only {mean}",
+    ),
+    "ratio/sampler_mean": ("sampler_ratio", _from_one, False, "the mean importance weight differs from 1 by {mean}"),
+    "mismatch/rejected_fraction": (
+        "sampler_rejected",
+        float,
+        False,
+        "{share} of the tokens are left out because of their importance weight",
+    ),
 }
 levels(
     "sampler",
@@ -183,8 +205,8 @@ levels(
             metric,
             limit,
             evidence,
-            "sampler and trainer disagree on what was sampled: weights, precision, temperature, filters, or the tokens",
-            "compare the log-probabilities of one completion, token by token, from both",
+            "sampler and trainer differ in weights, precision, temperature, filters, or tokens",
+            COMPARE,
             below=below,
             severity="warning",
             of=of,
@@ -196,17 +218,17 @@ levels(
         "sampler/unreported",
         "mismatch/unreported_fraction",
         0.0,
-        "for {share} of the sampled tokens no log-probability was reported",
-        "without the sampler's own numbers a difference from the policy is neither seen nor weighed",
+        "the engine reported no log-probability for {share} of the sampled tokens",
+        "without the sampler's log-probabilities its difference from the policy is neither measured nor corrected",
         "let the engine return sample_logp (and filtered_logp under filters) for every token it samples",
     ),
     Level(
         "sampler/filter",
         "rollout/kept_mass/mean",
         "filtered_mass",
-        "filters cut off {share} of the probability over {span}",
-        "what the policy does outside of the kept support is never seen: a mean at a state is biased by at most "
-        "that share of its largest value",
+        "filters remove {share} of the probability over {span}",
+        "tokens that the filters remove are never sampled: a mean at a state is biased by at most that share of its "
+        "largest value",
         lambda log: log.unfiltered,
         severity="warning",
         of=lambda kept: 1 - kept,

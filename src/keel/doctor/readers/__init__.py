@@ -32,9 +32,9 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
             return read_trl(path)
         if path.suffix in SUFFIXES:
             return read_table(path, mapping)
-        raise KeelError(f"{path} is no log: give a run's folder, {STATE}, or a file ending in {', '.join(SUFFIXES)}")
+        raise KeelError(f"{path} is not a log: give a run folder, {STATE}, or a file ending in {', '.join(SUFFIXES)}")
     if not path.is_dir():
-        raise KeelError(f"nothing at {path}: give a run's folder, a log, or a configuration")
+        raise KeelError(f"{path} does not exist: give a run folder, a log, or a configuration")
     if is_keel_run(path) and not mapping:
         return _other_metrics(path) or read_keel_run(path)
     if state_files(path) and not mapping:
@@ -44,8 +44,8 @@ def read_history(path: Path, mapping: dict[str, str] | None = None) -> History:
     if event_folders(path):
         return read_tensorboard(path, mapping)
     raise KeelError(
-        f"{path} holds no run: none of Keel's metrics.jsonl, TRL's {STATE}, W&B's run folders or TensorBoard's event "
-        "files is in it"
+        f"{path} contains no run: there is no metrics.jsonl of Keel, no {STATE} of TRL, no run folder of W&B, and no "
+        "event file of TensorBoard"
     )
 
 

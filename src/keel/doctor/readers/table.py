@@ -31,7 +31,7 @@ def parse_map(text: str | None) -> dict[str, str]:
     for pair in filter(None, (part.strip() for part in (text or "").split(","))):
         name, equals, column = pair.partition("=")
         if not equals or not column:
-            raise KeelError(f"--map {pair!r} is not name=column, such as kl=train_kl,reward=score")
+            raise KeelError(f"--map {pair!r} must be name=column, such as kl=train_kl,reward=score")
         from_map(name.strip())
         columns[name.strip()] = column.strip()
     return columns
@@ -53,7 +53,7 @@ def history_of(path: Path, rows: list[Row], mapping: Mapping[str, str] | None = 
     )
     if steps:
         return history
-    counted = "no step column: rows are counted from 1; name it with --map step=COLUMN"
+    counted = "no step column was found, so rows are counted from 1; set it with --map step=COLUMN"
     return replace(history, notes=(*history.notes, counted))
 
 
@@ -69,15 +69,15 @@ def named_history(
     named, unused = renamed(series, {name: theirs for name, theirs in mapping.items() if name != "step"}, source)
     if not named:
         raise KeelError(
-            f"no {what} of {path} is known: name them with --map kl={what.upper()},reward={what.upper()}; "
+            f"no {what} of {path} has a known name: assign them with --map kl={what.upper()},reward={what.upper()}; "
             f"there are: {listed}"
         )
     notes = [note]
     if source is not None:
-        notes.append(f"by its names a log of {source}")
+        notes.append(f"recognised by its metric names as a log of {source}")
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
-    missing = (f"{what}s hold no options: checks that need the configuration are left out",)
+    missing = (f"{what}s contain no options, so checks that need the configuration are skipped",)
     return History(source or "table", path, named, missing=missing, notes=tuple(notes))
 
 
@@ -109,9 +109,9 @@ def _cells(path: Path, data: bytes) -> list[Row]:
         rows = list(csv.DictReader(text.splitlines(), delimiter=delimiter))
         longest = max((len(name) for row in rows[:1] for name in row if name), default=0)
         if longest > _LONGEST_NAME:  # csv's own limit is global, and libraries raise it
-            raise csv.Error(f"a column's name has {longest} characters")
+            raise csv.Error(f"the name of a column has {longest} characters")
     except csv.Error as error:
-        raise KeelError(f"{path} is no CSV file: {error}") from error
+        raise KeelError(f"{path} is not a CSV file: {error}") from error
     names = _export_names(path, [name for name in (rows[0] if rows else {}) if name])
     return [{names[k]: _number(v) for k, v in row.items() if v not in (None, "") and k in names} for row in rows]
 
@@ -119,13 +119,15 @@ def _cells(path: Path, data: bytes) -> list[Row]:
 def _export_names(path: Path, columns: list[str]) -> dict[str, str]:
     """Column → metric for a chart exported from W&B: `RUN - METRIC`, without its `__MIN` and `__MAX` columns."""
     if {"Name", "State"} <= set(columns):
-        raise KeelError(f"{path} is W&B's table of runs, one row a run: export a run's history or a chart instead")
+        raise KeelError(
+            f"{path} is W&B's table of runs, with one row per run: export the history or a chart of one run instead"
+        )
     if not any(name.endswith("__MIN") for name in columns):
         return {name: name for name in columns}
     values = [name for name in columns if not name.endswith(("__MIN", "__MAX"))]
     runs = list(dict.fromkeys(name.rpartition(" - ")[0] for name in values if " - " in name))
     if len(runs) > 1:
-        raise KeelError(f"{path} holds {len(runs)} runs of W&B ({', '.join(runs)}): export one of them")
+        raise KeelError(f"{path} contains {len(runs)} W&B runs ({', '.join(runs)}): export a single run")
     return {name: name.rpartition(" - ")[2] for name in values}
 
 
@@ -234,7 +236,7 @@ def read_wandb(path: Path, mapping: dict[str, str] | None = None) -> History:
         if not rows and printed.is_file():
             rows = printed_rows(printed.read_text(encoding="utf-8", errors="replace").splitlines())
         if not rows:
-            raise KeelError(f"{path} has no history to be read: export it as CSV, or pip install 'keel-rl[wandb]'")
+            raise KeelError(f"{path} has no readable history: export it as CSV, or pip install 'keel-rl[wandb]'")
         history = history_of(path, rows, mapping)
     config = keel_options(history.source, _options(files / CONFIG))
     missing = () if config else history.missing
@@ -328,6 +330,10 @@ def read_tensorboard(path: Path, mapping: dict[str, str] | None = None) -> Histo
             series[tag] = in_order((step, proto.float_val[0]) for step, proto in points)
     note = f"read {len(series)} scalars of the TensorBoard files in {folder}"
     history = named_history(folder, series, mapping or {}, "tag", sorted(series), note)
-    also = [f"event files also in {', '.join(map(str, others))}: name one to have it read"] if others else []
+    also = (
+        [f"other folders with event files: {', '.join(map(str, others))}; give one of them to read it"]
+        if others
+        else []
+    )
     source = "TensorBoard" if history.source == "table" else history.source
     return replace(history, path=path, source=source, notes=(*history.notes, *also))

@@ -32,7 +32,7 @@ def history_of(run: RunRecord) -> History:
     lines, again = _last_attempt(run.metrics)
     notes = [f"read {len(lines)} steps of Keel's run {run.path}{'; it is still running' if run.running else ''}"]
     if again:
-        notes.append(f"{again} step lines belong to attempts that were rolled back: the later attempt is judged")
+        notes.append(f"{again} step lines belong to attempts that were rolled back; only the last attempt is checked")
     notes += _abandoned(run)
     return History(
         source="keel",
@@ -111,7 +111,7 @@ def read_trl(path: Path) -> History:
     log = [line for line in history if isinstance(line, dict)] if isinstance(history, list) else []
     lines = [line for line in log if not any(key.startswith(("eval_", "train_runtime")) for key in line)]
     if not lines:
-        raise KeelError(f"{file} has no log_history with training steps: log with logging_steps=1 and save the state")
+        raise KeelError(f"{file} has no log_history with training steps: train with logging_steps=1 and save the state")
     held_out = [line for line in log if any(key.startswith("eval_") for key in line)]
     logged = series_of([{k: v for k, v in line.items() if k != "epoch"} for line in lines]) | series_of(
         [{k: v for k, v in line.items() if k == "step" or k.startswith("eval_")} for line in held_out]
@@ -122,13 +122,13 @@ def read_trl(path: Path) -> History:
     every = lines[0].get("step")
     notes = [f"read {len(lines)} logged steps of TRL's {file}"]
     if isinstance(every, int) and every > 1:
-        notes.append(f"TRL logged every {every} steps: each figure is a mean over them")
+        notes.append(f"TRL logged every {every} steps, so each value is a mean over these steps")
     if options_from is not None:
         notes.append(f"options from {options_from}, read without running it")
     if unused:
         notes.append(f"not used: {', '.join(sorted(unused))}")
     missing = [] if options_from else [f"no training_args.bin beside {file}: the options are unknown"]
-    missing.append("TRL writes no rollouts and no events: rewards of single completions cannot be looked at")
+    missing.append("TRL writes no rollouts and no events, so rewards of single completions cannot be checked")
     config_files = [folder / "config.json", *sorted(path.glob("checkpoint-*/config.json") if path.is_dir() else [])]
     sizes = [size for file in config_files if (size := vocabulary_of(file)) is not None]
     return History(
@@ -159,7 +159,7 @@ def _state(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise KeelError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise KeelError(f"{path} is not a trainer's state: an object with log_history is wanted")
+        raise KeelError(f"{path} is not a trainer state: it must be an object with log_history")
     return data
 
 
