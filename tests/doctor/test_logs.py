@@ -111,7 +111,7 @@ def test_advice_is_in_the_options_of_the_logs_own_trainer():
     rng = np.random.default_rng(1)
     for source, option in [("verl", "actor_rollout_ref.actor.optim.lr"), ("TRL", "learning_rate")]:
         drawn = LOG_FAULTS["rate 0"][1](simulate(rng, "usual", source), rng)
-        assert f"set {option}," in check_history(drawn.history).findings[0].advice
+        assert f"set {option}" in check_history(drawn.history).findings[0].advice
 
 
 # ------------------------------------------------------------------------------------------------ anything
