@@ -111,7 +111,8 @@ class RolloutOptions(Options):
     )
     kv_cache_gib: NonNegativeFloat = Field(
         default=1.0,
-        description="GiB of KV cache between turns, on the model's device; contexts without room are prefilled again.",
+        description="Limit in GiB of the KV cache between turns, on the model's device; contexts that do not fit are "
+        "prefilled again.",
     )
     max_staleness: NonNegativeInt = Field(
         default=0,
@@ -119,8 +120,8 @@ class RolloutOptions(Options):
     )
     dtype: Literal["auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"] = Field(
         default="auto",
-        description="Dtype of the sampler's weights; auto is that of the training passes on a GPU (a copy, under "
-        "optim.precision), elsewhere the policy's.",
+        description="Dtype of the sampler's weights; auto is the policy's dtype, or on a GPU optim.precision if that "
+        "is set (the sampler then has a copy of the weights).",
     )
     cuda_graphs: bool = Field(
         default=True, description="Decode with CUDA graphs if the model allows it (Llama-shaped, on a GPU)."
