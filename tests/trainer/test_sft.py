@@ -151,7 +151,7 @@ def test_schedules_rise_then_follow_their_course(name: Any) -> None:
 @pytest.mark.parametrize(
     ("prompt", "completion", "rest"),
     [
-        ("1=", "7" * 80, "take a model with a longer context"),
+        ("1=", "7" * 80, "a model with a longer context"),
         ("1" * 50 + "=", "7" * 20, "or cut prompts: data.max_prompt_length=43 and data.truncation=left"),
     ],
 )

@@ -88,7 +88,7 @@ class Config(Options):
     eval: EvalOptions = Field(default=EvalOptions(), description="Evaluation on held-out problems.")
     parallel: ParallelOptions = Field(default=ParallelOptions(), description="How weights are sharded over devices.")
     ray: RayOptions | None = Field(
-        default=None, description="Placement for keel train --on ray; null is the default placement."
+        default=None, description="Placement for keel train --on ray; null: the default placement."
     )
     guards: GuardOptions = Field(default=GuardOptions(), description="Reaction to non-finite values and spikes.")
     log: LogOptions = Field(

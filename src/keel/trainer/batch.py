@@ -210,7 +210,7 @@ def pack_step(groups: Sequence[Group], run: TrainingRun, *, stale: bool = False)
         raise KeelError(
             f"rollout.max_staleness={run.rollout.max_staleness} needs the sampler's log-probabilities to weigh stale "
             f"samples, and rollout.engine={run.rollout.named_engine.name} reports none for {100 * unreported:.3g} % of "
-            "the tokens: let it report them, or set rollout.max_staleness=0"
+            "the tokens: use an engine that reports them, or set rollout.max_staleness=0"
         )
     rows = Batch(
         action_mask=to_device(actions, device),

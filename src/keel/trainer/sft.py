@@ -160,9 +160,9 @@ def _check_lengths(groups: Sequence[Group], context: int | None) -> None:
         room = context - length
         shorter = f", or cut prompts: data.max_prompt_length={room} and data.truncation=left" if room > 0 else ""
         raise KeelError(
-            f"the demonstration of {group.problem.key!r} has {length} tokens, replies of tools included, which with "
-            f"{prompt} of its prompt exceed the model's context of {context}: leave it out of the warm start's data, "
-            f"shorten it, take a model with a longer context{shorter}"
+            f"the demonstration of {group.problem.key!r} has {length} tokens, including tool replies, and its prompt "
+            f"has {prompt}: together they exceed the model's context of {context}. Leave it out of the warm start's "
+            f"data, shorten it, or use a model with a longer context{shorter}"
         )
 
 
@@ -236,8 +236,8 @@ def _demonstrations(task: Task, batch_size: int, seed: int, step: int, draws: Dr
         in_a_row += 1
         if in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise KeelError(
-                f"task {task.name!r}: none of {in_a_row} problems drawn for the warm start is a demonstration: change "
-                "its parameters (multihop: a higher top_n), or give examples with warmstart.path"
+                f"task {task.name!r}: none of {in_a_row} problems drawn for the warm start has a usable demonstration: "
+                "change its parameters (multihop: a higher top_n), or give examples with warmstart.path"
             )
     draws.steps[step] = (len(chosen) + skipped, skipped)
     return chosen
@@ -329,4 +329,4 @@ def _read_examples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         count += 1
         yield f"{path.name}:{number}", texts
     if not count:
-        raise KeelError(f"{path} holds no example: give one JSON object with prompt and completion a line")
+        raise KeelError(f"{path} contains no example: write one JSON object with prompt and completion per line")

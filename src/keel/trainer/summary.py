@@ -84,8 +84,8 @@ _CARD = """---
 
 # {name}, step {step}
 
-`{model}` trained by GRPO with Keel {version} on the task `{task}`. The licence above is a placeholder: the base model's
-holds.
+`{model}` trained by GRPO with Keel {version} on the task `{task}`. The licence above is a placeholder: the
+licence of the base model applies.
 
 | | |
 | --- | --- |
@@ -100,7 +100,7 @@ holds.
 {code}
 ```
 
-`trainer/` holds what resuming needs (optimizer, reference, controller, random states) and is not used for inference.
+`trainer/` holds the state for resuming (optimizer, reference, controller, random states). Inference does not use it.
 """
 
 _HUB_NAME = re.compile(r"[\w.\-]+/[\w.\-]+")
