@@ -1,5 +1,7 @@
 """Checkpoints of a run of Keel's inside TRL: what is resumed, refused, replaced, and gone back to."""
 
+import json
+
 import pytest
 import torch
 from datasets import Dataset
@@ -8,10 +10,11 @@ from peft import get_peft_model
 from integrations.small_trl import gap, keel_trainer, lines, lora, small_model, weights
 from keel.base.errors import KeelError
 from keel.integrations.trl import KeelGRPOTrainer
-from keel.integrations.trl.rundir import good_checkpoints
-from keel.kl import KLOptions
+from keel.integrations.trl.rundir import good_checkpoints, load_state
+from keel.kl import KLOptions, KLState
 from keel.loggers import RunDirectory
 from keel.reference.options import ReferenceOptions
+from keel.trainer.state import State
 
 KL = KLOptions(beta=0.1)
 SAVES = {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 2}
@@ -168,6 +171,23 @@ def test_a_checkpoint_whose_beta_is_no_number_is_refused(tmp_path, beta):
     with pytest.raises(KeelError, match=r"keel.json cannot be read .*beta is .*put it back") as refusal:
         keel_trainer(tmp_path, max_steps=2, **SAVES).train(resume_from_checkpoint=True)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("record", ["{", "[1]", "{}", '{"state": 1}', '{"state": {"kl": 1}}'])
+def test_a_damaged_checkpoint_is_no_good_one(tmp_path, record):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "keel.json").write_text(record)
+    assert list(good_checkpoints(tmp_path, confirmed=1)) == []
+
+
+@pytest.mark.parametrize("reference", [1, "frozen", [], {"kind": "frozen"}])
+def test_a_record_of_the_reference_with_a_wrong_type_is_refused(tmp_path, reference):
+    record = {"state": State(KLState(0.1, 0.1)).to_dict(), "batches": 1, "options": {}, "reference": reference}
+    (tmp_path / "keel.json").write_text(json.dumps(record))
+    with pytest.raises(KeelError, match=r"keel\.json"):
+        load_state(tmp_path, None, "")
 
 
 def test_a_checkpoint_is_refused_with_another_start(tmp_path):

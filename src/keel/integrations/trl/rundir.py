@@ -92,7 +92,8 @@ def load_state(
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        saved, batches = record["reference"], int(record["batches"])
+        saved = {name: str(record["reference"][name]) for name in ("start", "kind", "fingerprint")}
+        batches = int(record["batches"])
         state = State.from_dict(record["state"])
         before = dict(record["options"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -127,12 +128,15 @@ def saved_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def good_checkpoints(output_dir: Path, confirmed: int) -> Iterator[Path]:
-    """Checkpoints up to the last confirmed step whose own update was applied, newest first."""
+    """Checkpoints up to the last confirmed step whose own update was applied, newest first, without damaged ones."""
     for step, path in reversed(saved_checkpoints(output_dir)):
         whole = all((path / name).is_file() for name in (STATE, TRAINER_STATE_NAME))  # TRL writes its state last
         if step <= confirmed and whole:
-            record: Any = json.loads((path / STATE).read_text(encoding="utf-8"))
-            if State.from_dict(record["state"]).good:
+            try:
+                good = State.from_dict(json.loads((path / STATE).read_text(encoding="utf-8"))["state"]).good
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if good:
                 yield path
 
 
