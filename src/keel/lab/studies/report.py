@@ -142,8 +142,12 @@ def against_start(summaries: Sequence[PointSummary]) -> list[Sentence]:
         parts = [f"{word}: {'; '.join(texts)}" for word, texts in (("better", better), ("worse", worse)) if texts]
         nothing = "none significant" if tested else "too few seeds to test"
         result = "; ".join(parts) or f"{nothing}: {' to '.join(ends)}"
-        harmed = len(worse) == len(changes) or changes[most].mean < 0
-        tone = "bad" if harmed else "warn" if worse else "good" if better and figure == "accuracy_change" else "plain"
+        if worse and len(worse) == len(changes):
+            tone = "bad"
+        elif worse or changes[most].mean < 0:
+            tone = "warn"
+        else:
+            tone = "good" if better and figure == "accuracy_change" else "plain"
         how = " (paired over seeds, Holm)" if tested else ""
         sentences.append((tone, f"Against the start in {names[figure]}{how}, {result}."))
     return sentences
