@@ -299,6 +299,8 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_text("one\n\ntwo\n")
     assert [(p.key, p.prompt) for p in read_prompts(text)] == [("1", "one"), ("3", "two")]
+    text.write_bytes("\ufeffone\u2028still one\r\ntwo".encode())
+    assert [(p.key, p.prompt) for p in read_prompts(text)] == [("1", "one\u2028still one"), ("2", "two")]
     messages = [{"role": "user", "content": "hi"}]
     lines.write_text(json.dumps({"prompt": "one"}) + "\n" + json.dumps({"prompt": messages}) + "\n")
     assert [p.prompt for p in read_prompts(lines)] == ["one", messages]

@@ -199,6 +199,13 @@ trainer = GRPOTrainer(model="Qwen/Qwen2.5-0.5B", args=config, reward_funcs=[accu
     assert "rewards:" in reasons["reward_funcs"]
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.py", "GRPOConfig(beta=0.02)"), ("a.json", '{"beta": 0.02}')])
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content, encoding="utf-8-sig")
+    assert load_config(dict(migrate(path).tree)).kl.beta == 0.02
+
+
 def test_a_shell_script_of_overrides(tmp_path):
     script = """#!/bin/bash
 set -x

@@ -122,6 +122,16 @@ def test_messages_that_are_not_the_whole_conversation_are_one_line():
         ({"completion_ids": [1, 2], "logprobs": [0.0]}, "sample_logp"),
         ({"completion_ids": "12"}, "list of token ids"),
         ([1, 2], "record"),
+        ({"completion_ids": [1], "tool_mask": 5}, "tool_mask"),
+        ({"completion_ids": [1], "tool_mask": ["a"]}, "tool_mask"),
+        ({"completion_ids": [1], "logp": 5}, "logp"),
+        ({"completion_ids": [1], "logp": [[]]}, "logp"),
+        ({"completion_ids": [1], "logp": [10**400]}, "logp"),
+        ({"completion_ids": [1], "messages": 5}, "messages"),
+        ({"completion_ids": [1], "messages": ["a"]}, "messages"),
+        ({"completion_ids": [1], "step": [1]}, "step"),
+        ({"completion_ids": [1], "step": math.inf}, "step"),
+        ({"token_ids": [1], "loss_mask": [1], "logp": 3}, "logp"),
     ],
 )
 def test_a_line_that_is_no_trace_says_what_it_lacks(tmp_path, row, lacks):
@@ -131,6 +141,16 @@ def test_a_line_that_is_no_trace_says_what_it_lacks(tmp_path, row, lacks):
         read_traces(path)
     assert "line 1" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_only_newlines_end_a_line_and_the_first_may_have_a_bom(tmp_path):
+    path, text = tmp_path / "traces.jsonl", "a\u2028b\x85c\u00e4"
+    row = {"completion_ids": [1], "messages": [{"role": "user", "content": text}]}
+    path.write_bytes(2 * (json.dumps(row, ensure_ascii=False).encode("utf-8-sig") + b"\r\n"))
+    assert [trace.messages[0]["content"] for trace in read_traces(path)] == [text, text]
+    path.write_bytes(b'{"completion_ids": [1]}\n{"completion_ids": [1], "x": "\xff"}\n')
+    with pytest.raises(KeelError, match="line 2"):
+        read_traces(path)
 
 
 def test_traces_come_back_and_names_of_others_are_read(tmp_path):

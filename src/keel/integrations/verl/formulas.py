@@ -77,7 +77,7 @@ def formulas() -> Sequence[PeerTerm]:
 def _defaults(name: str) -> dict[str, Any]:
     """verl's YAML defaults."""
     path = Path(verl.__file__).parent / "trainer" / "config" / f"{name}.yaml"
-    return dict(yaml.safe_load(path.read_text()))
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
 def _in_reward(kind: str) -> Losses:

@@ -260,7 +260,7 @@ def read(path: Path) -> Reading:
     if not path.is_file():
         raise KeelError(f"no file at {path}: give a configuration of TRL, verl or OpenRLHF (.yaml, .json, .py or .sh)")
     try:
-        content = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise KeelError(f"cannot read {path}: {error}") from None
     if path.suffix == ".py":

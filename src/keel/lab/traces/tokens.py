@@ -59,14 +59,16 @@ class Trace:
 def read_traces(path: Path | str) -> list[Trace]:
     """The traces in a file of JSON lines; an invalid line is refused."""
     try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise KeelError(f"{path} cannot be read: {error}") from None
+        lines = Path(path).read_bytes().split(b"\n")  # str.splitlines would also cut at U+2028 inside a text
+    except OSError as error:
+        raise KeelError(f"cannot read {path}: {error.strerror or error}") from None
     traces = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 traces.append(trace_of(parse_json(line)))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise KeelError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from None
             except ValueError as error:
                 raise KeelError(f"{path}, line {number}: {error}") from None
     if not traces:
@@ -80,7 +82,8 @@ def trace_of(row: Any) -> Trace:
         raise ValueError("this is not a record: give an object with completion_ids and prompt_ids")
     found = {name: next((row[key] for key in keys if key in row), None) for name, keys in NAMES.items()}
     completion, prompt = found["completion_ids"], found["prompt_ids"]
-    masks = [row[key] for key in NAMES["action"] if row.get(key) is not None]
+    masks = [_list(row[key], key, int | float, "0 and 1") for key in NAMES["action"] if row.get(key) is not None]
+    numbers = {name: _numbers(found[name], name) for name in ("sample_logp", "logp")}
     if len({len(mask) for mask in masks}) > 1:
         raise ValueError("the masks have different lengths: give one entry for each token")
     action = [all(entries) for entries in zip(*masks, strict=True)] if masks else None
@@ -90,34 +93,35 @@ def trace_of(row: Any) -> Trace:
             raise ValueError(f"token_ids has {len(both)} entries and the mask {len(action)}: give one for each token")
         first = next((index for index, sampled in enumerate(action) if sampled), len(both))
         prompt, completion, action = both[:first], both[first:], action[first:]
-        for name in ("sample_logp", "logp"):
-            if (values := found[name]) is not None and len(values) == len(both):
-                found[name] = values[first:]
+        for name, values in numbers.items():
+            if values is not None and len(values) == len(both):
+                numbers[name] = values[first:]
     if completion is None:
         known = ", ".join(sorted(map(str, row))[:8])
         raise ValueError(f"there are no token ids, only {known}: completion_ids and prompt_ids must be recorded")
     completion = _integers(completion, "completion_ids")
     sampled = [True] * len(completion) if action is None else action
-    numbers = {name: _numbers(found[name]) for name in ("sample_logp", "logp")}
     for name, values in (("the mask", sampled), *numbers.items()):
         if values is not None and len(values) != len(completion):
             raise ValueError(
                 f"{name} has {len(values)} entries and completion_ids {len(completion)}: give one for each token"
             )
-    messages = found["messages"]
+    messages, step = found["messages"], found["step"]
+    if not (step is None or type(step) is int or (isinstance(step, float) and step.is_integer())):
+        raise ValueError(f"step is {step!r}: give a whole number")
     return Trace(
-        prompt_ids=_integers(prompt or (), "prompt_ids"),
+        prompt_ids=_integers(() if prompt is None else prompt, "prompt_ids"),
         completion_ids=completion,
         action=tuple(sampled),
-        messages=None if messages is None else tuple(messages),
-        step=None if found["step"] is None else int(found["step"]),
+        messages=None if messages is None else tuple(_list(messages, "messages", Mapping, "messages (objects)")),
+        step=None if step is None else int(step),
         **numbers,
     )
 
 
 def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
     """Append traces to a file of JSON lines."""
-    with Path(path).open("a") as file:
+    with Path(path).open("a", encoding="utf-8") as file:
         for trace in traces:
             row = {name: value for name, value in asdict(trace).items() if value is not None}
             for name in ("sample_logp", "logp"):
@@ -126,18 +130,29 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
             file.write(json.dumps(row, default=str) + "\n")
 
 
+def _list(values: Any, name: str, kind: Any, items: str) -> Sequence[Any]:
+    """`values`, if it is a list of items of a type; else a ValueError says what the field needs."""
+    if not isinstance(values, list | tuple) or not all(isinstance(x, kind) for x in values):
+        raise ValueError(f"{name} is not a list of {items}")
+    return values
+
+
 def _integers(values: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not all(type(x) is int for x in values):
+    values = _list(values, name, int, "token ids")
+    if any(isinstance(x, bool) for x in values):
         raise ValueError(f"{name} is not a list of token ids")
     return tuple(values)
 
 
-def _numbers(values: Any) -> tuple[float, ...] | None:
+def _numbers(values: Any, name: str) -> tuple[float, ...] | None:
     """Log-probabilities as floats: NaN for null; some samplers give a list with one number per token."""
     if values is None:
         return None
-    flat = (x[0] if isinstance(x, list) and x else x for x in values)
-    return tuple(math.nan if x is None else float(x) for x in flat)
+    flat = (x[0] if isinstance(x, list) and x else x for x in _list(values, name, object, "log-probabilities"))
+    try:
+        return tuple(math.nan if x is None else float(x) for x in flat)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} is not a list of log-probabilities") from None
 
 
 MERGED, TEMPLATE = "merged", "template"
