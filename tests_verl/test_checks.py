@@ -102,7 +102,7 @@ def test_a_sync_that_is_omitted_and_one_that_is_not():
         check.check(1)
     runner.model = layout.Fused(policy, torch.bfloat16)
     assert not check.check(1).wrong
-    with pytest.raises(KeelError, match="step 7 was not noted"):
+    with pytest.raises(KeelError, match="at step 7"):
         check.check(7)
 
 

@@ -40,8 +40,8 @@ def test_causes_are_the_doctors_own_and_advice_is_spelled_as_trl_has_it(tmp_path
 
 def test_what_a_trainer_lacks_is_unchecked_with_its_reason(tmp_path):
     unchecked = preflight(trainer_of(tmp_path, beta=0.0)).unchecked
-    assert "reference/*, kl/at-start: β is 0, so that TRL scores no reference" in unchecked
-    assert "prompt/format: a trainer of TRL names no gold answers" in unchecked
+    assert any(line.startswith("reference/*, kl/at-start: β is 0") for line in unchecked)
+    assert any(line.startswith("prompt/format: ") and "gold answers" in line for line in unchecked)
 
 
 def test_a_probe_that_fails_does_not_end_the_others(tmp_path, monkeypatch):
@@ -169,7 +169,7 @@ def test_findings_as_text_data_and_page(script, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("attribute", "words"),
     [
-        ("nothing", "gave a dict: return a trl.GRPOTrainer"),
+        ("nothing", "dict: return a trl.GRPOTrainer"),
         ("broken", "could not build its trainer: RuntimeError: no such model, in "),
         ("missing", "has no attribute 'missing'"),
         ("number", "is of type int"),
@@ -220,5 +220,5 @@ def test_what_was_not_tested_is_refused_by_name(attribute, value, words, tmp_pat
 def test_fp16_is_refused_by_name(tmp_path):
     trainer = trainer_of(tmp_path)
     trainer.args.mixed_precision = "fp16"
-    with pytest.raises(KeelError, match="a trainer with fp16, which the preflight was not tested with"):
+    with pytest.raises(KeelError, match="fp16"):
         check_trainer(trainer)

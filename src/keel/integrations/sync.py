@@ -42,8 +42,8 @@ class Sampler:
                 return [getattr(_SyncWorker(runner), method)(*args)]
             except AttributeError as error:
                 raise KeelError(
-                    f"this vLLM keeps its model elsewhere than the versions that keel.integrations.sync knows ({error})"
-                    ": pip install 'vllm==0.32.*', or check by log-probabilities (keel.lab.traces.check_drawn)"
+                    f"the model was not found inside this version of vLLM ({error}): pip install 'vllm==0.32.*', or "
+                    "compare log-probabilities with keel.lab.traces.check_drawn"
                 ) from None
 
         return cls(call)
@@ -105,8 +105,8 @@ def refuse_shards(model: nn.Module) -> None:
 
 def _sharded(name: str) -> KeelError:
     return KeelError(
-        f"the sampler holds a shard of {name}: SyncCheck does not compare tensor-parallel shards; set tensor parallel "
-        "size 1, or check by log-probabilities (keel.lab.traces.check_drawn)"
+        f"the sampler has only a tensor-parallel shard of {name}, which SyncCheck cannot compare: set the "
+        "tensor-parallel size to 1, or compare log-probabilities with keel.lab.traces.check_drawn"
     )
 
 
@@ -157,10 +157,10 @@ class SyncResult:
             return f"step {self.step}: all {self.compared} tensors of the sampler are the policy's"
         named = ", ".join(self.wrong[:MAX_NAMES]) + (", …" if len(self.wrong) > MAX_NAMES else "")
         since = "since the beginning" if self.sound_until is None else f"since step {self.sound_until + 1}"
-        of = "" if self.weights_of is None else f"; they are the policy's of step {self.weights_of}"
+        of = "" if self.weights_of is None else f"; they equal the policy's tensors of step {self.weights_of}"
         return (
-            f"sampler/stale: at step {self.step} {len(self.wrong)} of {self.compared} tensors of the sampler are not "
-            f"the policy's, {since}: {named}{of}. Sync the sampler after every update, adapters included"
+            f"sampler/stale: at step {self.step}, {len(self.wrong)} of {self.compared} tensors of the sampler differ "
+            f"from the policy's, {since}: {named}{of}. Sync the sampler after every update, adapters included"
         )
 
 
@@ -174,7 +174,9 @@ class SyncLedger:
     def __init__(self, sampler: Sampler, policy: nn.Module, slot: int | None = None) -> None:
         self.sampler, self.policy, self.slot = sampler, policy, slot
         if slot is not None and not is_lora(policy):
-            raise KeelError(f"the sampler's adapter {slot} is to be compared, but the policy has no adapter")
+            raise KeelError(
+                f"adapter {slot} of the sampler cannot be compared, because the policy has no adapter: leave it out"
+            )
         self._parts = sampler.parts()
         self._expected: OrderedDict[int, dict[str, str]] = OrderedDict()
         self._sound: dict[str, int] = {}
@@ -182,7 +184,10 @@ class SyncLedger:
     def note(self, step: int) -> None:
         """Store the digests that the sampler must have after a sync with the current policy."""
         if any(hasattr(parameter, "ds_id") for parameter in self.policy.parameters()):
-            raise KeelError("SyncCheck does not read weights that DeepSpeed ZeRO-3 shards: use stage 2, or check_drawn")
+            raise KeelError(
+                "SyncCheck cannot read weights that DeepSpeed ZeRO-3 has sharded: use stage 2, or compare "
+                "log-probabilities with keel.lab.traces.check_drawn"
+            )
         held = PartDigests(self._parts, self.policy)
         weights = merged_weights if self.slot is None else checkpoint_weights
         for _ in held.recorded(weights(self.policy, self.sampler.dtype)):
@@ -190,7 +195,7 @@ class SyncLedger:
         digests = held.digests
         for name in sorted(set(self._parts) ^ set(digests)):
             has, lacks = ("policy", "sampler") if name in digests else ("sampler", "policy")
-            raise KeelError(f"the {has} holds {name}, which the {lacks} does not: the sampler serves another model")
+            raise KeelError(f"the {has} has a tensor {name}, but the {lacks} has not: the sampler serves another model")
         if self.slot is not None:
             digests |= {
                 f"adapter {name}": x for name, x in adapter_of(self.policy, self.sampler.dtype).digests().items()
@@ -202,7 +207,7 @@ class SyncLedger:
     def compare(self, step: int) -> SyncResult:
         """Compare the current sampler with the digests of that step."""
         if step not in self._expected:
-            raise KeelError(f"the policy of step {step} was not noted: call note after every update")
+            raise KeelError(f"there are no digests of the policy at step {step}: call note after every update")
         held, expected = self._held(), self._expected[step]
         wrong = tuple(name for name in expected if held.get(name) != expected[name])
         for name in expected:

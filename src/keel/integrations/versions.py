@@ -40,7 +40,7 @@ class Bridge:
             raise KeelError(f"{self.module} needs {self.peer}: pip install {self.install}") from None
         if minor(installed) not in self.tested:
             raise KeelError(
-                f"{self.module} was not tested with {self.peer} {installed} ({', '.join(self.tested)}): "
+                f"{self.module} does not support {self.peer} {installed} (tested: {', '.join(self.tested)}): "
                 f"pip install '{self.peer.lower()}=={self.tested[-1]}.*'"
             )
         return installed
@@ -51,8 +51,8 @@ class Bridge:
         if missing:
             package = self.base.partition("=")[0]
             raise KeelError(
-                f"{owner.__name__} has no {missing[0]} with {package} {version(package)}, and {self.module} builds on "
-                f"it: pip install '{self.base}'"
+                f"{owner.__name__} has no {missing[0]} in {package} {version(package)}, but {self.module} needs it: "
+                f"pip install '{self.base}'"
             )
 
 

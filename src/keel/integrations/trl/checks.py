@@ -93,7 +93,7 @@ class SyncCheck(TrainerCallback):
         """Store the digests again: TRL may have loaded the best checkpoint, which it does not sync."""
         self.note()
         if self.ledger is not None and not self.results:
-            logger.warning("SyncCheck compared nothing: this trainer requests vLLM's completions by another method")
+            logger.warning("SyncCheck compared nothing: this trainer does not request completions by vLLM's generate")
 
 
 def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,10 @@ class DrawnCheck(TrainerCallback):
             "generation_kwargs": args.generation_kwargs,
         }
         if names := [name for name, on in changed.items() if on]:
-            raise KeelError(f"{', '.join(names)} of GRPOConfig change what is drawn: DrawnCheck needs their defaults")
+            raise KeelError(
+                f"DrawnCheck does not support {', '.join(names)} of GRPOConfig, because they change the sampling "
+                "distribution: leave them at their defaults"
+            )
         self.trainer, self.keep, self.every, self.on_mismatch = trainer, keep, every, on_mismatch
         self.reports = list[DrawnReport]()
         self._past: OrderedDict[int, dict[str, Tensor]] = OrderedDict()

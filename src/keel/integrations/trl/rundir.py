@@ -106,9 +106,9 @@ def load_state(
             )
     if saved["start"] != start:
         raise KeelError(
-            f"the run of {folder} began with a reference of fingerprint {saved['start'][:12]}, this trainer with "
-            f"{start[:12]}: build the trainer with the model that the run was started with, and let "
-            "resume_from_checkpoint load the policy"
+            f"the run of {folder} started with a reference of fingerprint {saved['start'][:12]}, but this trainer's "
+            f"reference has {start[:12]}: build the trainer with the model that the run was started with; "
+            "resume_from_checkpoint loads the policy"
         )
     if saved["kind"] != reference.kind:
         raise KeelError(f"the saved reference is {saved['kind']!r} but reference.kind is {reference.kind!r}: keep one")
@@ -199,7 +199,10 @@ class KeelRunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         if self.settings is None and self.rollouts_every is not None:
-            raise KeelError("rollouts_every is for KeelGRPOTrainer; a plain GRPOTrainer writes none: leave it out")
+            raise KeelError(
+                "rollouts_every is for KeelGRPOTrainer, because rollouts of a plain GRPOTrainer are not recorded: "
+                "leave it out"
+            )
         if not state.is_world_process_zero:
             return
         self.close()  # an interrupted run may have left it open
@@ -252,8 +255,8 @@ class KeelRunCallback(TrainerCallback):
         if self._directory is None or self._loggers is None:
             return
         after = trained_weights(model)
-        same = "the same as" if after == self._weights else "others than"
-        message = f"the trainable weights after step {state.global_step} are {same} before training"
+        same = "are the same as" if after == self._weights else "differ from those"
+        message = f"the trainable weights after step {state.global_step} {same} before training"
         self.event("weights", step=state.global_step, message=message, before=self._weights, after=after)
         _link_checkpoints(self._directory.checkpoints, Path(args.output_dir))
         self._directory.sync()
@@ -304,8 +307,8 @@ def _open(path: Path, resumed: bool, step: int, *, replace_old: bool) -> RunDire
         directory = RunDirectory.create(path, overwrite=replace_old)
     except RunExists:
         raise KeelError(
-            f"output_dir {path} already holds a run: give another one, go on with "
-            "trainer.train(resume_from_checkpoint=True), or discard it with "
+            f"output_dir {path} already holds a run: choose another folder, continue the run with "
+            "trainer.train(resume_from_checkpoint=True), or discard the run with "
             "callbacks=[KeelRunCallback(if_exists='replace')]"
         ) from None
     for folder in discarded:  # the folder is now locked; the new run must not use the old run's checkpoints

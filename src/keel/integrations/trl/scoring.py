@@ -101,8 +101,9 @@ def adapted_weights(model: nn.Module) -> list[Tensor]:
     weights = list(distinct.values())
     if any(not weight.is_floating_point() for weight in weights):
         raise KeelError(
-            "use_vllm with an adapter on a quantized model: TRL merges the adapter into the base for every sync, which "
-            "rounds the base anew each time and moves the reference; load the base in bfloat16, or give use_vllm=False"
+            "use_vllm does not work with an adapter on a quantized model: TRL merges the adapter into the base for "
+            "every sync, which rounds the base and so changes the reference; load the base in bfloat16, or set "
+            "use_vllm=False"
         )
     return weights
 

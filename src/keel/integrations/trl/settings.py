@@ -68,8 +68,8 @@ def check_args(args: Any) -> None:
 
     if not isinstance(args, GRPOConfig):
         raise KeelError(
-            f"args is a {type(args).__name__}: KeelGRPOTrainer works inside GRPOTrainer alone (AsyncGRPO has another "
-            "loop); give a trl.GRPOConfig"
+            f"args is a {type(args).__name__}, but KeelGRPOTrainer supports GRPOTrainer only (AsyncGRPO has another "
+            "loop): give a trl.GRPOConfig"
         )
     if args.deepspeed or _launched_with("DEEPSPEED"):
         raise KeelError(
@@ -128,15 +128,15 @@ def settle(
     if "beta" not in kl.model_fields_set:
         if beta == 0:
             raise KeelError(
-                "β is 0 in GRPOConfig and not given in kl, so that TRL would have no reference: set "
-                "kl=KLOptions(beta=…), or KLOptions(beta=0.0) to begin without a penalty"
+                "β is 0 in GRPOConfig, and kl does not set it: set kl=KLOptions(beta=…), or KLOptions(beta=0.0) to "
+                "start without a penalty"
             )
         kl = kl.model_copy(update={"beta": beta})
     elif beta not in (0, kl.beta):
-        raise KeelError(f"beta={beta:g} of GRPOConfig and kl.beta={kl.beta:g} disagree: keep one")
+        raise KeelError(f"GRPOConfig sets beta={beta:g}, but kl.beta is {kl.beta:g}: keep one")
     if not kl.penalizes and kl.measure_every == 0:
         raise KeelError(
-            "kl.beta is 0 and kl.measure_every is 0, so that there is no reference and no KL: set kl.measure_every=1"
+            "kl.beta is 0 and kl.measure_every is 0, so Keel neither penalizes nor measures: set kl.measure_every=1"
         )
     check_kl(kl, estimator_facts(kl.estimator))
     check_reference(reference.kind, **reference.params)
@@ -149,7 +149,7 @@ def _check_done_here(kl: KLOptions, reference: ReferenceOptions) -> None:
     if kl.placement == "reward":
         raise KeelError(
             "kl.placement=reward is not supported inside TRL, whose rewards Keel cannot change: use "
-            "kl.placement=advantage, which is after the division by the group's deviation"
+            "kl.placement=advantage, which applies the penalty after the division by the group's standard deviation"
         )
     if kl.teacher is not None:
         raise KeelError(
@@ -287,7 +287,7 @@ def notes_on(kl: KLOptions, pairing: Pairing, args: Any) -> list[str]:
         )
     if args.mask_truncated_completions:
         notes.append(
-            "mask_truncated_completions takes truncated completions out of the KL term and its measurement too, as in "
+            "mask_truncated_completions also removes truncated completions from the KL term and its measurement, as in "
             "TRL; in keel train, loss.mask_truncated_completions keeps their KL penalty"
         )
     return notes + advise(args.loss_type, kl.beta) + _sampling_notes(args)
@@ -300,7 +300,7 @@ def _sampling_notes(args: Any) -> list[str]:
     if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):
         notes.append(
             "top_p, top_k or min_p truncate the sampled distribution, and transformers' generation does not report "
-            "the removed mass: KL, penalty and budget are biased; use 1.0, 0 and 0.0 in training"
+            "the removed probability: KL, penalty and budget are biased; use 1.0, 0 and 0.0 in training"
         )
     if args.repetition_penalty != 1:
         notes.append(

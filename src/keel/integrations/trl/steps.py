@@ -125,7 +125,7 @@ class Steps(TrainerCallback):
             same_modules=False,
             weighed=trainer._mismatch.kind != "none",
         )
-        advice = "next: keel doctor --trl module:build_trainer, or guards={'on_step0_kl': 'warn'} to train on"
+        advice = "next: keel doctor --trl module:build_trainer; or continue with guards={'on_step0_kl': 'warn'}"
         found = step0_violations(line, limits, trainer.keel.guards.on_step0_kl, advice)
         for violation in found:
             self._event(violation.code, violation.message)
@@ -172,11 +172,11 @@ class Steps(TrainerCallback):
         good = trainer._good = trainer._world.broadcast(None if newest is None else str(newest))
         if good is None:
             often = "lower" if trainer.args.save_strategy == "steps" else "set save_strategy='steps' and"
-            outcome = f"the run stops, without a good checkpoint to go back to: {often} save_steps"
+            outcome = f"the run stops and has no good checkpoint to go back to: {often} save_steps"
         else:
             trainer.state.best_model_checkpoint = good  # transformers keeps this checkpoint and loads it at the end
             outcome = (
-                f"the run stops at its last good checkpoint, {Path(good).name}; go on from there with: "
+                f"the run stops at its last good checkpoint, {Path(good).name}; continue from there with: "
                 f"trainer.train(resume_from_checkpoint={good!r})"
             )
         trainer.keel_stopped = f"{violation.message}: {outcome}"

@@ -309,6 +309,6 @@ class KeelGRPOTrainer(GRPOTrainer):
         self._trained = True
         saved = load_state(Path(checkpoint), self.keel_reference, self._start, self.keel.kept)
         if saved is None:
-            logger.warning("%s is a checkpoint of plain TRL: Keel's controller and guards begin anew", checkpoint)
+            logger.warning("%s is a checkpoint of plain TRL: Keel's controller and guards start anew", checkpoint)
             return
         self.keel_state, self._batches = saved

@@ -70,7 +70,7 @@ def denominators(mode: str, scale: int | None, data: Any, width: int) -> Denomin
     sequences, tokens = data["global_batch_size"], data["batch_num_tokens"]
     if sequences is None or tokens is None:
         raise KeelError(
-            "verl's engine gave no global_batch_size and batch_num_tokens, which Keel's KL term needs as denominators"
+            "verl's engine did not pass global_batch_size and batch_num_tokens, the denominators of Keel's KL term"
         )
     if mode == "token-sum":
         return Denominators(1.0, tokens, 1)

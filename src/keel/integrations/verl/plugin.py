@@ -48,7 +48,8 @@ def run_hook(hook: Hook, module: ModuleType) -> None:
         hook(module)
     except Exception as error:
         reason = " ".join(str(error).split())
-        logger.warning("Keel is not loaded into verl, %s is unknown (%s: %s)", MODE, type(error).__name__, reason)
+        kind = type(error).__name__
+        logger.warning("Keel could not be loaded, so verl does not know the mode %s (%s: %s)", MODE, kind, reason)
 
 
 class _HookedLoader(Loader):

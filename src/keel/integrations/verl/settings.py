@@ -163,8 +163,8 @@ def notes_on(settings: VerlSettings, config: Any) -> list[str]:
         notes.append("rollout.top_p and top_k truncate the sampling distribution: the KL of the full policy is biased")
     if _correction(config, "bypass_mode"):
         notes.append(
-            "rollout_correction.bypass_mode uses the sampler's log-probabilities for the policy's: the KL that is "
-            "measured, and controls β, is that of the sampler"
+            "rollout_correction.bypass_mode uses the sampler's log-probabilities for the policy's: the measured KL, "
+            "which controls β, is the sampler's"
         )
     if _correction(config, "rollout_rs"):
         notes.append(

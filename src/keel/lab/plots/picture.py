@@ -36,7 +36,7 @@ def picture(path: Path) -> Iterator[Any]:
         yield plt
         plt.gcf().savefig(path, dpi=DPI)
     except OSError as error:
-        raise KeelError(f"cannot write the plot to {path}: {error.strerror}: choose a writable folder") from None
+        raise KeelError(f"cannot write the plot to {path} ({error.strerror}): choose a writable folder") from None
     finally:
         plt.close()
 
@@ -47,7 +47,7 @@ def check_picture(path: Path) -> None:
         raise KeelError(f"cannot write the plot to {str(path)!r}: end its name in {', '.join(KINDS)}")
     if not path.parent.is_dir():
         raise KeelError(
-            f"cannot write the plot to {path}: the folder {path.parent} does not exist: choose a writable folder"
+            f"cannot write the plot to {path}, because the folder {path.parent} does not exist: choose another folder"
         )
 
 

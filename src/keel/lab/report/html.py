@@ -218,7 +218,7 @@ def summary(diagnosis: Diagnosis, verdict: str) -> str:
     return (
         "<header><p class='muted'>Keel doctor</p></header>"
         f"<section class='verdict'><ul class='words'>{items}</ul></section>{findings}"
-        f"<section><h2>What was looked at</h2>{details(data, opened=True)}</section>"
+        f"<section><h2>What was checked</h2>{details(data, opened=True)}</section>"
     )
 
 
@@ -244,7 +244,7 @@ def details(data: dict[str, Any], *, opened: bool) -> str:
         )
         for row in data["hypotheses"]
     ]
-    head = ("hypothesis", "verdict", "the figure that decides", "interacts with", "what to do next")
+    head = ("hypothesis", "verdict", "deciding figure", "interacts with", "next action")
     return "".join(
         (
             _folded("Hypotheses", table(head, rows), opened),

@@ -104,7 +104,7 @@ def read_study(
     axes = [*(_axis(key, value) for key, value in _mapping(data, "grid").items()), *map(parse_axis, grid)]
     listed = data.get("points", [])
     if not isinstance(listed, list) or not all(isinstance(entry, Mapping) and entry for entry in listed):
-        raise KeelError("points of a study is a list of mappings such as {kl.beta: 0}")
+        raise KeelError("points of a study must be a list of mappings such as {kl.beta: 0}")
     if not axes and not listed:
         raise KeelError("the study has no grid: give --grid kl.beta=0,0.01, or a study file with a grid")
     all_overrides = [*shared, *overrides]
@@ -242,7 +242,7 @@ def _check_axes(axes: Sequence[Axis], fixed: Sequence[str]) -> None:
                 raise KeelError(f"{option} cannot be in the grid: {_SET_BY_STUDY[option]}")
             other = next((axis_name for name, axis_name in seen.items() if _overlap(option, name)), None)
             if other is not None:
-                raise KeelError(f"{option} is in the grid twice, in {other} and in {axis.name}: keep one")
+                raise KeelError(f"{option} is in the grid twice, by the axes {other} and {axis.name}: keep one")
             clash = next((name for name in fixed if _overlap(option, name)), None)
             if clash is not None and all(option in _options(value.settings) for value in axis.values):
                 raise KeelError(f"{clash} is in the grid and among the options for all points: leave one out")
@@ -288,8 +288,8 @@ def _check_distinct(points: Sequence[Point]) -> None:
     for point in points:
         same = seen.setdefault(fingerprint(point.config), point.label)
         if same is not point.label or point.label in labels:
-            other = f"equal to {same}" if same != point.label else "there twice"
-            raise KeelError(f"the point {point.label} is {other}: leave one out")
+            other = f"equals the point {same}" if same != point.label else "is listed twice"
+            raise KeelError(f"the point {point.label} {other}: leave one out")
         labels.add(point.label)
 
 
@@ -328,7 +328,7 @@ def _baseline(points: Sequence[Point], chosen: Any) -> str:
     matching = [point.label for point in points if dict(chosen).items() <= dict(point.settings).items()]
     if len(matching) != 1:
         what = f"{len(matching)} points ({', '.join(matching)})" if matching else "no point"
-        raise KeelError(f"the baseline {text.dump(dict(chosen))} is {what}: name one of {', '.join(labels)}")
+        raise KeelError(f"the baseline {text.dump(dict(chosen))} matches {what}: name one of {', '.join(labels)}")
     return matching[0]
 
 

@@ -102,8 +102,8 @@ class DrawnReport:
         rows = ", ".join(f"{c.name} {c.mean:+.3g} nats per completion (z {c.z:+.1f})" for c in self.candidates)
         if self.stale:
             return (
-                f"sampler/stale: the tokens were drawn by {self.likeliest} rather than by {self.expected}: {rows}. "
-                "Sync the sampler after every update, adapters included"
+                f"sampler/stale: the tokens were sampled by the weights of {self.likeliest}, not of {self.expected}: "
+                f"{rows}. Sync the sampler after every update, adapters included"
             )
         return f"no earlier weights explain the tokens better than {self.expected}: {rows}"
 
@@ -117,7 +117,10 @@ def check_drawn(logp: Mapping[str, Sequence[float]], expected: str, level: float
     as top-p. A completion that a candidate scores as NaN is ignored.
     """
     if expected not in logp or len(logp) < 2:
-        raise KeelError(f"name the expected weights ({expected}) and at least one other: {', '.join(logp) or 'none'}")
+        raise KeelError(
+            f"logp must have the expected weights ({expected}) and at least one other candidate, but has "
+            f"{', '.join(logp) or 'none'}"
+        )
     counts = {name: len(values) for name, values in logp.items()}
     if len(set(counts.values())) > 1 or not counts[expected]:
         raise KeelError(f"every candidate needs a log-probability for each completion, but there are {counts}")

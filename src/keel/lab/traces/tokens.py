@@ -204,9 +204,9 @@ class TokenReport:
             found.append(
                 finding(
                     "tokens/encoded-again",
-                    f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); with "
-                    f"all causes {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens come at or "
-                    f"after a change; the first is completion {first.trace}, turn {first.turn}, token "
+                    f"{count} of {self.traces} completions change when their text is encoded again ({by_turn}); over "
+                    f"all causes, {100 * self.affected / max(1, self.tokens):.3g} % of the sampled tokens are at or "
+                    f"after a change; the first change is in completion {first.trace}, turn {first.turn}, token "
                     f"{first.position}: sampled {first.sampled!r}, encoded {first.encoded!r}; {self.template}",
                     f"{CAUSES[cause]}: a trainer that encodes text again scores other tokens than the sampled ones",
                     ADVICE[cause],
@@ -282,7 +282,7 @@ def _against_template(
             raise
         except Exception as error:  # templates may raise anything
             cause = first_line(error)
-            raise KeelError(f"the chat template refuses the messages of completion {index}: {cause}") from None
+            raise KeelError(f"the chat template cannot render the messages of completion {index}: {cause}") from None
         return tuple(ids)
 
     sampled = (*trace.prompt_ids, *trace.completion_ids[:start])

@@ -48,7 +48,7 @@ def listen(port: int, option: str = "--port") -> socket.socket:
     except OSError as error:
         listener.close()
         used = error.errno == errno.EADDRINUSE
-        reason = "is in use, perhaps by another keel watch" if used else f"cannot be listened on ({error.strerror})"
+        reason = "is in use, perhaps by another keel watch" if used else f"cannot be opened ({error.strerror})"
         raise KeelError(
             f"port {port} of {ADDRESS} {reason}: set {option} to another one, or to 0 for a free one"
         ) from None

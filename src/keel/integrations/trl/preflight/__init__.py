@@ -70,17 +70,17 @@ def preflight(trainer: Any, thresholds: Thresholds | None = None, on_probe: OnOu
     if fingerprint(unwrap(trainer.model)) != before:
         changed = finding(
             "doctor/probe-failed",
-            "the model's weights are not what they were before the doctor looked at them",
-            "something outside of the trainer's own parameters was changed while it generated or scored",
-            "build the trainer anew before training",
+            "the model's weights are not the same after the doctor's checks as before",
+            "the doctor restores the trainable weights only, and generating or scoring has changed other weights",
+            "build the trainer again before training",
         )
         findings.append(changed)
     unchecked = tuple(line for outcome in outcomes for line in (*outcome.unchecked, *outcome.undecided))
     hypotheses = judge_suspects(findings, preflight_figures(outcomes), limits, unchecked)
     kind = type(trainer).__name__
-    looked_at = f"{kind}: {len(subject.groups)} completions of {tokens} tokens, as its first batch has them"
+    looked_at = f"{kind}: the first batch has {len(subject.groups)} completions with {tokens} tokens"
     if len(small.groups) < len(subject.groups):
-        looked_at += f"; scoring and weight sync were tried on {len(small.groups)} of them: passes are large here"
+        looked_at += f"; scoring and weight sync were checked on {len(small.groups)} of them, because passes are large"
     diagnosis = Diagnosis(
         findings=explain(findings, log=False),
         hypotheses=tuple(row for row in hypotheses if row.verdict != UNTESTED),  # untested ones need a Keel config

@@ -23,7 +23,7 @@ from keel.integrations.trl.scoring import action_mask
 def measure_texts(subject: TrlSubject) -> Outcome:
     """Prompts contain their text, and scored rows and judged texts are the sampled ones."""
     findings = [*_rows(subject), *_questions(subject), *_judged_texts(subject)]
-    unchecked = ("output/text: completions hold tokens of tools",) if subject.tools else ()
+    unchecked = ("output/text: completions contain tokens of tools",) if subject.tools else ()
     return Outcome("travel", tuple(findings), {"rows": float(len(subject.groups))}, unchecked=unchecked)
 
 
@@ -38,16 +38,16 @@ def _rows(subject: TrlSubject) -> Iterator[Finding]:
     if prompts:
         yield finding(
             "sampler/other-prompt",
-            f"{prompts} of {count} completions are scored after another prompt than they were sampled from",
-            "prompt_ids or prompt_mask was cut, changed or put into another order after sampling",
-            "leave prompt_ids and prompt_mask as _generate gives them",
+            f"{prompts} of {count} completions are scored with a prompt that they were not sampled from",
+            "prompt_ids or prompt_mask was truncated, changed or reordered after sampling",
+            "leave prompt_ids and prompt_mask as _generate returns them",
         )
     if answers:
         yield finding(
             "sampler/swapped",
-            f"{answers} of {count} rows hold other completion_ids than were sampled for them",
-            "completions were put into another order, or changed after sampling",
-            "change the order of all of a batch's tensors together, or of none",
+            f"in {answers} of {count} rows, completion_ids differ from the sampled tokens",
+            "completions were reordered or changed after sampling",
+            "reorder all tensors of a batch together, or none of them",
         )
 
 
@@ -62,9 +62,9 @@ def _questions(subject: TrlSubject) -> Iterator[Finding]:
     if lost:
         yield finding(
             "prompt/no-question",
-            f"{len(lost)} of {len(subject.groups)} prompts do not hold their text, such as {lost[0][-80:]!r}",
-            "the prompt is cut, the chat template leaves a message out, or the tokenizer does not know its signs",
-            "look at tokenizer.decode(prompt_ids[0]), and fix the template or the tokenizer",
+            f"{len(lost)} of {len(subject.groups)} prompts lack their text after decoding, such as {lost[0][-80:]!r}",
+            "the prompt is truncated, the chat template drops a message, or the tokenizer lacks some characters",
+            "compare tokenizer.decode(prompt_ids[0]) with the prompt, and fix the template or the tokenizer",
         )
 
 
@@ -81,10 +81,10 @@ def _judged_texts(subject: TrlSubject) -> Iterator[Finding]:
         own, given = differing[0]
         yield finding(
             "output/text",
-            f"{len(differing)} of {len(decoded)} completions were judged by another text than their tokens: "
-            f"{given[:60]!r} for {own[:60]!r}",
-            "rewards are paid for something else than what is trained",
-            "give the rewards the decoded completion_ids, in the same order",
+            f"{len(differing)} of {len(decoded)} completions reached the reward functions with another text than that "
+            f"of their tokens: {given[:60]!r} for {own[:60]!r}",
+            "the rewards belong to other texts than the trained ones",
+            "pass the decoded completion_ids to the reward functions, in the same order",
         )
 
 
@@ -100,15 +100,15 @@ def measure_rewards(subject: TrlSubject) -> Outcome:
     if subject.error is not None:
         failed = finding(
             "reward/failed",
-            f"on the trainer's first batch a reward raised {subject.error}",
-            "the reward does not take what TRL gives it: prompts, completions, completion_ids and the data's columns",
-            "fix the reward; it is called with keyword arguments and returns a number for each completion",
+            f"a reward function raised {subject.error} on the trainer's first batch",
+            "often the function does not accept TRL's arguments: prompts, completions, completion_ids, data columns",
+            "fix the function: TRL calls it with keyword arguments, and it must return one number per completion",
         )
-        return Outcome("collection", (failed,), unchecked=("reward/*: a reward raised",))
+        return Outcome("collection", (failed,), unchecked=("reward/*: a reward function raised an error",))
     broken, size = tuple(_not_numbers(subject)), int(subject.trainer.num_generations)
     totals = (subject.rewards * subject.trainer.reward_weights.to(subject.rewards)).nansum(1).tolist()
     if any(not math.isfinite(total) for total in totals):
-        return Outcome("collection", broken, unchecked=("reward/constant: rewards are no numbers",))
+        return Outcome("collection", broken, unchecked=("reward/constant: some rewards are not finite",))
     groups = [totals[start : start + size] for start in range(0, len(totals), size)]
     spreads = [pstdev(group) for group in groups]
     differing, rare = sum(spread > SAME for spread in spreads), subject.thresholds["healthy_solved"]
@@ -124,11 +124,11 @@ def measure_rewards(subject: TrlSubject) -> Outcome:
         return Outcome("collection", broken, figures, lines, undecided=(left,))
     constant = finding(
         "reward/constant",
-        f"in {100 * flat:.0f} % of {len(groups)} groups all completions earn the same (seen: "
-        f"{sorted({round(total, 6) for total in totals})[:4]}; a chance of {chance:.1g} where one in {1 / rare:.0f} "
-        "completions earns otherwise)",
-        "without a spread there is no advantage and no policy gradient",
-        "choose prompts that the model solves now and then, reward partial success, or raise num_generations",
+        f"in {100 * flat:.0f} % of {len(groups)} groups all completions have the same reward (values: "
+        f"{sorted({round(total, 6) for total in totals})[:4]}; the probability of this is {chance:.1g} if one in "
+        f"{1 / rare:.0f} completions has another reward)",
+        "equal rewards within a group give advantages of 0 and no policy gradient",
+        "choose prompts that the model solves sometimes, reward partial success, or raise num_generations",
         severity=None if sure else "warning",
         share=flat,
     )
@@ -141,16 +141,16 @@ def _not_numbers(subject: TrlSubject) -> Iterator[Finding]:
     if infinite:
         yield finding(
             "reward/non-finite",
-            f"{infinite} of {len(rewards)} completions earn an infinite reward",
-            "TRL makes the advantages of such a group 0 or as large as a float goes",
-            "let the reward return a bounded number",
+            f"{infinite} of {len(rewards)} completions have an infinite reward",
+            "TRL sets the advantages of such a group to 0 or to the largest float",
+            "return finite numbers from the reward function",
         )
     if nothing:
         yield finding(
             "reward/non-finite",
-            f"{nothing} of {len(rewards)} completions earn NaN or None of every reward",
+            f"for {nothing} of {len(rewards)} completions every reward function returns NaN or None",
             "TRL leaves such a completion out of its group's mean and gives it no advantage",
-            "let one reward at least return a number for every completion",
+            "return a number for every completion from at least one reward function",
             severity="error" if nothing == len(rewards) else "warning",
         )
 
@@ -175,10 +175,10 @@ def measure_masks(subject: TrlSubject) -> Outcome:
         findings.append(
             finding(
                 "output/truncated",
-                f"all {len(expected)} completions end at max_completion_length="
-                f"{subject.trainer.max_completion_length}, and mask_truncated_completions leaves each of them out",
+                f"all {len(expected)} completions are truncated at max_completion_length="
+                f"{subject.trainer.max_completion_length}, and mask_truncated_completions masks all of them",
                 "no token of the batch is trained",
-                "raise max_completion_length, or train the model to end first",
+                "raise max_completion_length, or first train the model to end its completions",
             )
         )
     unchecked: list[str] = []
@@ -201,11 +201,11 @@ def _mask_tensor(expected: Tensor, trained: Tensor) -> Iterator[Finding]:
         whole = f"; {empty} completions have no trained token" if empty else ""
         yield finding(
             "mask/not-actions",
-            f"of {int(trained.sum())} trained tokens {foreign} were not sampled, and of {int(expected.sum())} that "
-            f"were {missing} are not trained{whole}",
-            "the mask that the loss gets is not that of the sampled tokens",
-            "leave completion_mask (and tool_mask) as GRPOTrainer makes them, or fix the method that changes them: 1 "
-            "on sampled tokens up to and with the end token, 0 elsewhere",
+            f"{foreign} of {int(trained.sum())} trained tokens were not sampled, and {missing} of "
+            f"{int(expected.sum())} sampled tokens are not trained{whole}",
+            "the mask of the loss is not the mask of the sampled tokens",
+            "leave completion_mask (and tool_mask) as GRPOTrainer makes them, or fix the method that changes them: "
+            "they must be 1 on sampled tokens, including the end token, and 0 elsewhere",
         )
 
 
@@ -222,18 +222,18 @@ def _ends(subject: TrlSubject) -> Iterator[Finding]:
     if after:
         yield finding(
             "mask/end",
-            f"{len(after)} of {len(texts)} completions go on after an end token, by {sum(after)} tokens in all",
-            "generation does not stop at the end token, or the text is not cut there",
-            "let eos_token_ids and generation_kwargs name every end token, and cut completions at the first one",
+            f"{len(after)} of {len(texts)} completions continue after an end token, with {sum(after)} tokens in total",
+            "generation does not stop at the end token, or completions are not truncated there",
+            "list every end token in eos_token_ids and generation_kwargs, and truncate completions at the first one",
         )
     token = template_end(subject)
     if token is not None and token not in subject.policy.eos_ids:
         yield finding(
             "model/end-token",
             f"the chat template ends the assistant's turn with {trainer._tokenizer.convert_ids_to_tokens(token)!r} (id "
-            f"{token}), which is not among the ids that end a completion, {trainer.eos_token_ids}; "
-            f"{sum(token in tokens[:-1] for tokens in texts)} of {len(texts)} completions go on after it",
-            "the tokenizer's eos_token and the model's generation_config name another token than the template",
+            f"{token}), which does not end a completion (eos_token_ids={trainer.eos_token_ids}); "
+            f"{sum(token in tokens[:-1] for tokens in texts)} of {len(texts)} completions continue after it",
+            "the tokenizer's eos_token and the model's generation_config name another end token than the template",
             f"set model.generation_config.eos_token_id to a list with {token} before the trainer is built",
         )
 
@@ -257,12 +257,12 @@ def _gradient(subject: TrlSubject, expected: Tensor, unchecked: list[str], *, ha
     if leaks and not had:
         yield finding(
             "mask/not-actions",
-            f"the loss has a gradient at {leaks} places that hold no sampled token, although the mask is right",
-            "the loss does not multiply by the mask, or averages over more than it",
-            "let _compute_loss use completion_mask times tool_mask for every term",
+            f"the loss has a gradient at {leaks} tokens that were not sampled, although the mask is correct",
+            "a term of the loss is not multiplied by the mask",
+            "multiply every term in _compute_loss by completion_mask and tool_mask",
         )
     if trainer.top_entropy_quantile < 1.0 or trainer.off_policy_mask_threshold is not None:
-        why = "top_entropy_quantile or off_policy_mask_threshold leaves tokens out"
+        why = "top_entropy_quantile or off_policy_mask_threshold excludes tokens"
         unchecked.append(f"loss/no-gradient, loss/sign: {why}")
         return
     advantage = micro["advantages"] if micro["advantages"].dim() == 2 else micro["advantages"][:, None]
@@ -272,15 +272,15 @@ def _gradient(subject: TrlSubject, expected: Tensor, unchecked: list[str], *, ha
         yield finding(
             "loss/no-gradient",
             f"at ratio 1 the loss has no gradient at {100 * dead:.0f} % of the trained tokens that have an advantage",
-            "the loss is detached, or its terms are cut off",
-            "let _compute_loss return TRL's loss, or keep the log-probabilities' graph in your own",
+            "the loss or one of its terms is detached",
+            "return TRL's loss from _compute_loss, or do not detach the log-probabilities in your own loss",
         )
     elif wrong > limits["loss_wrong_way"]:
         yield finding(
             "loss/sign",
             f"at ratio 1 the loss pushes {100 * wrong:.0f} % of the trained tokens against their advantage",
-            "the sign of the loss or of the advantages is turned",
-            "the loss is minus the ratio times the advantage",
+            "the sign of the loss or of the advantages is reversed",
+            "minimize minus the ratio times the advantage",
         )
 
 

@@ -30,8 +30,8 @@ def measure_sampler(subject: Any) -> Outcome:
         findings.append(
             finding(
                 "sampler/temperature",
-                f"generation_kwargs sample at temperature {used:g}, the loss scores at {trainer.temperature:g}",
-                "generation_kwargs override GRPOConfig.temperature for the sampler alone",
+                f"the sampler uses temperature {used:g}, but the loss uses {trainer.temperature:g}",
+                "generation_kwargs override GRPOConfig.temperature for the sampler only",
                 f"set temperature={used:g} in GRPOConfig, and leave it out of generation_kwargs",
             )
         )
@@ -46,7 +46,7 @@ def measure_sampler(subject: Any) -> Outcome:
     if trainer.repetition_penalty != 1.0 or sum((params.top_p < 1, params.top_k > 0, params.min_p > 0)) > 1:
         unchecked.append("sampler/mismatch: a repetition penalty or several filters at once are not modelled")
     elif subject.tools:
-        unchecked.append("sampler/mismatch: completions hold tokens of tools")
+        unchecked.append("sampler/mismatch: completions contain tokens of tools")
     else:
         chance = chance_of(drawn, params)
         figures |= {"draws": float(len(drawn)), "draws_chance": chance}
@@ -93,8 +93,8 @@ def measure_reference(subject: TrlSubject) -> Outcome:
 def _not_its_own(subject: TrlSubject, gap: Tensor) -> Finding:
     return finding(
         "reference/wrong",
-        f"ref_per_token_logps are {average(gap):.2g} nats from a forward of {_name(subject)} on average, up to "
-        f"{largest(gap):.2g}",
+        f"ref_per_token_logps differ from a forward pass of {_name(subject)} by {average(gap):.2g} nats on average "
+        f"and by up to {largest(gap):.2g}",
         "the batch's reference scores come from another model, other tokens or another temperature",
         "leave ref_per_token_logps as GRPOTrainer computes them, or fix the method that changes them",
     )
@@ -114,30 +114,31 @@ def _at_start(subject: TrlSubject, d: Tensor, seen: Tensor) -> Finding:
     rows, kl = seen.nonzero()[:, 0], k3(d)
     low, high = normal_interval([float(kl[rows == row].mean()) for row in rows.unique()])
     evidence = (
-        f"KL(policy‖reference) is {float(kl.mean()):.3g} nats per token before any update (95 % between {low:.3g} and "
+        f"KL(policy‖reference) is {float(kl.mean()):.3g} nats per token before any update (95 % interval {low:.3g} to "
         f"{high:.3g})"
     )
     trainer, policy, code = subject.trainer, unwrap(subject.trainer.model), "reference/wrong"
     if is_lora(policy) and trainer.ref_model is not None:
-        cause = "under LoRA TRL's reference is the model with its adapter off, but ref_model is another model"
-        advice = "leave ref_model None under LoRA, or give the base model that the adapter is on"
+        cause = "under LoRA TRL's reference is the model with its adapter disabled, but ref_model is another model"
+        advice = "set ref_model=None under LoRA, or give the adapter's base model"
     elif is_lora(policy) and not adapter_is_zero(policy) and not subject.keel:
-        cause = f"the policy starts from an adapter that was trained before, the reference is {_name(subject)}"
+        cause = f"the policy starts from a trained adapter, but the reference is {_name(subject)}"
         advice = (
             "merge the adapter into the model first, or give the trainer a PeftModel with beta above 0 from the start, "
             "so that TRL keeps a copy of it"
         )
     elif trainer.ref_model is not None and fingerprint(policy) != fingerprint(unwrap(trainer.ref_model)):
-        cause = f"TRL has loaded its reference from {subject.policy.name!r}, and the policy has other weights"
+        cause = f"TRL loaded the reference from {subject.policy.name!r}, but the policy has other weights"
         advice = (
-            "save the policy and build the trainer with that path, or use KeelGRPOTrainer, whose reference is a copy"
+            "save the policy and build the trainer with that path, or use KeelGRPOTrainer, whose reference is a copy "
+            "of the policy"
         )
     else:
         code, cause = (
             "kl/at-start",
-            "the weights are the same, so that the two passes differ: dropout, precision or a patch",
+            "the weights are equal, so the forward passes differ, by dropout, precision or a patch",
         )
-        advice = "set disable_dropout=True, and load both in one dtype"
+        advice = "set disable_dropout=True, and load both models in the same dtype"
     return finding(code, evidence, cause, advice)
 
 
@@ -145,9 +146,13 @@ def _moving(subject: TrlSubject, drift: float) -> Finding:
     lora = is_lora(unwrap(subject.trainer.model))
     return finding(
         "reference/adapter-on" if lora else "reference/moving",
-        f"noise on the policy's weights moves the reference's log-probabilities by {drift:.2g} nats on average",
-        "the reference is scored with the policy's adapter on" if lora else "the reference shares the policy's weights",
-        "score the reference with the adapter off" if lora else "give the trainer a copy of the model as ref_model",
+        f"noise on the policy's weights changes the reference's log-probabilities by {drift:.2g} nats on average",
+        "the reference is scored with the policy's adapter enabled"
+        if lora
+        else "the reference shares the policy's weights",
+        "disable the adapter while scoring the reference"
+        if lora
+        else "give the trainer a copy of the model as ref_model",
     )
 
 

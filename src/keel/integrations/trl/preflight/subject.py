@@ -66,16 +66,16 @@ class TrlSubject(Subject):
     def lacks(self, power: Power) -> str:
         trainer, frozen = self.trainer, "" if self.weights else "no weight is trainable"
         random = "two passes over the same tokens differ" if _RANDOM & self.found else ""
-        vllm = "vLLM is not given changed weights here" if trainer.use_vllm else ""
-        no_reference = "β is 0, so that TRL scores no reference" if self.beta == 0 else "no ref_per_token_logps"
+        vllm = "the preflight does not sync changed weights to vLLM" if trainer.use_vllm else ""
+        no_reference = "β is 0, so TRL scores no reference" if self.beta == 0 else "no ref_per_token_logps"
         backward = any(part in str(trainer.args.optim) for part in ("lomo", "layerwise"))
         reasons: dict[Power, str] = {
             "loss": frozen or random,
-            "sync": vllm or ("completions hold tokens of tools" if self.tools else frozen),
+            "sync": vllm or ("completions contain tokens of tools" if self.tools else frozen),
             "reference": random if self.batch.get("ref_per_token_logps") is not None else no_reference,
-            "gradient": "values are compared here, not their gradients",
-            "golds": "a trainer of TRL names no gold answers",
-            "first_update": "this optimizer steps while it goes back" if backward else "",
+            "gradient": "for a TRL trainer only values are compared, not gradients",
+            "golds": "a TRL trainer has no gold answers",
+            "first_update": "this optimizer updates during the backward pass" if backward else "",
         }
         return reasons.get(power) or super().lacks(power)
 
@@ -286,7 +286,7 @@ def first_batch(trainer: Any, thresholds: Thresholds) -> TrlSubject:
     if not rows:
         completions, each = trainer.args.generation_batch_size, trainer.num_generations
         raise KeelError(
-            f"the trainer's data give no batch: {completions} completions of {each} a prompt need "
+            f"the training data is too small for a batch: {completions} completions with {each} per prompt need "
             f"{completions // each} rows"
         )
     seen: dict[str, Any] = {"error": None}

@@ -35,7 +35,7 @@ def load_trainer(spec: str) -> Any:
         line = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {first_line(error)}, in {line.filename}, line {line.lineno}"
         raise KeelError(f"--trl {spec!r} could not build its trainer: {reason}") from error
-    check_trainer(trainer, f"--trl {spec!r}")
+    check_trainer(trainer, f"the result of --trl {spec!r}")
     return trainer
 
 
@@ -43,7 +43,7 @@ def check_trainer(trainer: Any, label: str = "the trainer") -> None:
     """Refuse objects that are not a TRL trainer, and settings that were not tested."""
     if not isinstance(trainer, GRPOTrainer):
         raise KeelError(
-            f"{label} gave a {type(trainer).__name__}: return a trl.GRPOTrainer or a KeelGRPOTrainer from a function "
+            f"{label} is a {type(trainer).__name__}: return a trl.GRPOTrainer or a KeelGRPOTrainer from a function "
             "without arguments"
         )
     TRL.check_names(GRPOTrainer)
@@ -53,13 +53,13 @@ def check_trainer(trainer: Any, label: str = "the trainer") -> None:
         "several processes": trainer.accelerator.num_processes > 1,
         "fp16": trainer.args.mixed_precision == "fp16",
         "use_liger_kernel": trainer.args.use_liger_kernel,
-        "a model of pictures": trainer._is_vlm,
+        "a vision-language model": trainer._is_vlm,
         "vllm_mode='server'": trainer.use_vllm and trainer.vllm_mode == "server",
     }
     for what in (what for what, present in refused.items() if present):
         raise KeelError(
-            f"{label} gave a trainer with {what}, which the preflight was not tested with: build it without, "
-            "in one process, and look at that one"
+            f"{label} uses {what}, which the preflight does not support: build a trainer without it, in one process, "
+            "and check that one"
         )
 
 

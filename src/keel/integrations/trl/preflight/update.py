@@ -48,7 +48,10 @@ def measure_kl(subject: TrlSubject) -> Outcome:
         figures |= norms.figures(subject.beta, (0.1, 0.5))
         findings = [*_wrong(subject, micro, norms, figures)]
     share = norms.share(subject.beta)
-    line = f"KL is {share:.1%} of the gradient at β = {subject.beta:g}, {figures['moved']:.2g} nats per token away"
+    line = (
+        f"the KL term is {share:.1%} of the gradient at β = {subject.beta:g}, at a KL of {figures['moved']:.2g} nats "
+        "per token"
+    )
     return Outcome("kl_term", tuple(findings), figures, (line,))
 
 
@@ -77,13 +80,13 @@ def _without(subject: TrlSubject) -> Outcome:
     intent = _intent(subject)
     absent = finding(
         "kl/no-gradient",
-        f"β is 0, so that the loss has no KL term{', although ' if intent else ''}{' and '.join(intent)}",
-        "what was set up for a KL penalty is not used: nothing holds the policy near its reference"
+        f"β is 0, so the loss has no KL term{', although ' if intent else ''}{' and '.join(intent)}",
+        "the settings for a KL penalty have no effect, so nothing keeps the policy close to its reference"
         if intent
-        else "nothing points to a penalty that was meant",
-        propose("set {} in GRPOConfig before the trainer is built, or take the reference out", {"beta": 0.04})
+        else "no setting shows that a penalty was intended",
+        propose("set {} in GRPOConfig before the trainer is built, or remove the reference", {"beta": 0.04})
         if intent
-        else "none, if no penalty is meant",
+        else "none, if no penalty is intended",
         severity=None if intent else "note",
     )
     return Outcome("kl_term", (absent,), {"beta": 0.0}, unchecked=("kl/reversed, kl/too-strong: β is 0",))
@@ -95,7 +98,7 @@ def _intent(subject: TrlSubject) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     names = [n for n in ("beta", "ref_model_mixup_alpha", "ref_model_sync_steps") if getattr(args, n) != defaults[n]]
     shown = [f"GRPOConfig sets {name}={getattr(args, name):g}" for name in names]
-    shown += ["the trainer holds a ref_model"] if trainer.ref_model is not None else []
+    shown += ["the trainer has a ref_model"] if trainer.ref_model is not None else []
     shown += ["the model has an adapter called ref"] if "ref" in getattr(trainer.model, "peft_config", {}) else []
     return [] if subject.keel else shown
 
@@ -111,10 +114,10 @@ def _wrong(
     if norms.kl == 0:
         yield finding(
             "kl/no-gradient",
-            f"the loss has the same gradient at β = {subject.beta:g} and at 0, {figures['moved']:.2g} nats a token "
-            "from the reference",
-            "the KL term is dropped or detached on its way into the loss",
-            "let _compute_loss return TRL's loss, or add beta times the KL to your own",
+            f"the loss has the same gradient at β = {subject.beta:g} and at 0, although the KL to the reference is "
+            f"{figures['moved']:.2g} nats per token",
+            "the KL term is missing from the loss, or detached",
+            "return TRL's loss from _compute_loss, or add beta times the KL to your own loss",
         )
         return
     args, mask = subject.trainer.args, action_mask(micro)
@@ -131,7 +134,7 @@ def _wrong(
                 "kl/reversed",
                 f"the KL term pushes {100 * figures['wrong_way']:.0f} % of {int(far.sum())} tokens away from the "
                 "reference",
-                "its sign is turned, or its two log-probabilities are swapped",
+                "its sign is reversed, or its two log-probabilities are swapped",
                 "add beta times the KL to the loss that is minimized",
             )
             return
@@ -159,9 +162,9 @@ def _too_strong(
         yield finding(
             "kl/too-strong",
             f"at β = {subject.beta:g} the KL term balances advantages of size {size:.2g} at "
-            f"{figures['equilibrium']:.2g} nats per completion, whatever the learning rate",
-            "the policy is held where it starts",
-            propose("lower β, as with {}", {"beta": float(f"{balance.beta_for(ADVISED_KL):.1g}")}),
+            f"{figures['equilibrium']:.2g} nats per completion, at any learning rate",
+            "the penalty is so strong that the policy stays close to its start",
+            propose("lower β, for example with {}", {"beta": float(f"{balance.beta_for(ADVISED_KL):.1g}")}),
         )
 
 
@@ -177,7 +180,7 @@ def measure_accumulation(subject: TrlSubject) -> Outcome:
     rows = len(subject.groups)
     parts = args.steps_per_generation if args.steps_per_generation > 1 else args.gradient_accumulation_steps
     if parts == 1 or rows % parts:
-        why = "one microbatch an update" if parts == 1 else f"{rows} completions do not split into {parts}"
+        why = "an update has one microbatch" if parts == 1 else f"{rows} is not divisible by {parts} microbatches"
         return Outcome("accumulation", unchecked=(f"loss/scale: {why}",))
     with subject.perturbed():  # at the start the KL term has no gradient
         batch = subject.rescored() | {"advantages": subject.advantages}
@@ -190,14 +193,19 @@ def measure_accumulation(subject: TrlSubject) -> Outcome:
         return Outcome("accumulation", unchecked=("loss/scale: the batch has no gradient",))
     error, factor = float((summed - whole).norm()) / size, float(summed @ whole) / size**2
     figures = {"error": error, "factor": factor, "parts": float(parts)}
-    line = f"accumulation: {parts} microbatches give {factor:.4g} times the gradient of one, {100 * error:.2g} % apart"
+    line = (
+        f"accumulation: the gradient of {parts} microbatches is {factor:.4g} times that of one, with a relative error "
+        f"of {100 * error:.2g} %"
+    )
     if error <= subject.thresholds["gradient_error_half" if subject.in_half_precision else "gradient_error"]:
         return Outcome("accumulation", (), figures, (line,))
     wrong = finding(
         "loss/scale",
-        f"{parts} microbatches give {factor:.3g} times the gradient of all rows in one, {100 * error:.0f} % apart",
-        f"the loss is not divided as loss_type={args.loss_type} says: by its own microbatch, twice, or not at all",
-        "divide by current_gradient_accumulation_steps (or num_items_in_batch) once; loss_is_scaled_for_ga stays True",
+        f"the gradient of {parts} microbatches is {factor:.3g} times that of all rows in one microbatch, with a "
+        f"relative error of {100 * error:.0f} %",
+        f"the loss is not normalized as loss_type={args.loss_type} requires: it is divided per microbatch, twice, or "
+        "not at all",
+        "divide once by current_gradient_accumulation_steps (or num_items_in_batch); keep loss_is_scaled_for_ga=True",
     )
     return Outcome("accumulation", (wrong,), figures, (line,))
 
@@ -238,8 +246,9 @@ def measure_update(subject: TrlSubject) -> Outcome:
         broken = finding(
             "optim/non-finite",
             f"the gradient norm of the first batch is {norm}",
-            "TRL in fp32 and bf16 applies such an update, and every weight is NaN after it",
-            "find what is not finite first (rewards, log-probabilities, loss); KeelGRPOTrainer skips such updates",
+            "TRL applies such an update in fp32 and bf16, and then every weight is NaN",
+            "find the first value that is not finite (rewards, log-probabilities, loss), or use KeelGRPOTrainer, "
+            "which skips such updates",
         )
         return Outcome("update", (*findings, broken), figures)
     moved = (subject.forward_logp() - before)[subject.sampled].double()
@@ -262,14 +271,14 @@ def _not_held(subject: TrlSubject, figures: Mapping[str, float]) -> Finding:
             "the adapter was loaded for inference" if lora else "every parameter has requires_grad=False",
             "load it with PeftModel.from_pretrained(…, is_trainable=True)"
             if lora
-            else "call model.requires_grad_(True) before the trainer is built, or give a peft_config",
+            else "call model.requires_grad_(True) before the trainer is built, or set a peft_config",
         )
     missing, total = figures["not_held"], figures["trainable"]
     return finding(
         "optim/no-update",
-        f"the optimizer holds {total - missing:.0f} of the model's {total:.0f} trainable weights",
-        "it was built for other tensors: before the model was wrapped or loaded again, or for a copy",
-        "build the optimizer from the parameters of the model that the trainer is given, or leave optimizers out",
+        f"the optimizer updates {total - missing:.0f} of the model's {total:.0f} trainable weights",
+        "the optimizer was built before the model was wrapped or loaded again, or for a copy of the model",
+        "build the optimizer from the parameters of the model that the trainer gets, or leave optimizers out",
         severity="error" if missing == total else "warning",
     )
 
@@ -297,21 +306,22 @@ def _judged(subject: TrlSubject, figures: dict[str, float], *, same: bool) -> It
     steps = max(_steps(subject.trainer), limits["steps_to_judge"])
     figures["reach"] = kl * float(subject.sampled.sum()) / len(subject.sampled) * steps**2
     if same or figures["reach"] < limits["reach_least"]:
-        done = "leaves every bit of the weights as it was" if same else f"moves the policy by {kl:.1g} nats per token"
-        reason = "the steps are smaller than the weights' type can hold, or than anything that shows"
+        done = "changes no weight" if same else f"moves the policy by {kl:.1g} nats per token"
+        reason = "the updates are too small for the weights' dtype, or too small to matter"
         yield finding(
             "optim/no-update",
-            f"one update at a rate of {rate:g} with a gradient of norm {norm:.2g} {done}; {steps:.0f} of them reach "
-            f"{figures['reach']:.1g} nats per completion at most",
+            f"one update at learning rate {rate:g} and gradient norm {norm:.2g} {done}; {steps:.0f} updates reach at "
+            f"most {figures['reach']:.1g} nats per completion",
             "the gradient is 0" if norm == 0 else "the learning rate is 0" if rate == 0 else reason,
-            "raise learning_rate, train in float32 (or LoRA, whose adapters are), and look at what is detached",
+            "raise learning_rate, train in float32 (or LoRA, whose adapters are float32), and check that the loss is "
+            "not detached",
         )
     elif kl > limits["kl_per_update_peak"]:
         yield finding(
             "optim/lr-too-high",
-            f"one update at a rate of {rate:g} moves the policy by {kl:.2g} nats per token",
-            "an update that leaves the region it was estimated in destroys the policy",
-            f"lower learning_rate, as to {rate / math.sqrt(kl / limits['kl_per_update']):.1g}",
+            f"one update at learning rate {rate:g} moves the policy by {kl:.2g} nats per token",
+            "the gradient is only valid near the current policy, so larger updates can destroy the policy",
+            f"lower learning_rate, for example to {rate / math.sqrt(kl / limits['kl_per_update']):.1g}",
         )
 
 
@@ -329,7 +339,7 @@ def _steps(trainer: Any) -> float:
 
 def measure_resume(subject: TrlSubject) -> Outcome:
     """Save controller, guards and reference of `KeelGRPOTrainer` into a folder and load them again."""
-    trls = ("resume: TRL's own part of a checkpoint (weights, optimizer, schedule, order of the data) is not tried",)
+    trls = ("resume: TRL's own part of a checkpoint (weights, optimizer, schedule, order of the data) is not checked",)
     if not subject.keel:
         return Outcome("resume", unchecked=trls)
     trainer = subject.trainer
@@ -344,12 +354,12 @@ def measure_resume(subject: TrlSubject) -> Outcome:
     }
     figures = {f"{name}_equal": float(equal) for name, equal in same.items()}
     if all(same.values()):
-        return Outcome("resume", (), figures, ("resume: controller and reference come back equal",), trls)
+        return Outcome("resume", (), figures, ("resume: controller and reference are restored exactly",), trls)
     lost = finding(
         "reference/not-saved",
-        f"after saving and loading, {' and '.join(name for name, equal in same.items() if not equal)} are others",
-        "a controller or reference of one's own does not save all that it has",
-        "let state_dict and load_state_dict hold everything that moves",
+        f"saving and loading changes the {' and the '.join(name for name, equal in same.items() if not equal)}",
+        "your own controller or reference does not save its whole state",
+        "save and load everything that changes during training in state_dict and load_state_dict",
     )
     return Outcome("resume", (lost,), figures, unchecked=trls)
 
