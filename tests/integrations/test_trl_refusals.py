@@ -103,7 +103,7 @@ def test_beta_comes_from_either_place():
 @pytest.mark.parametrize("installed", ["1.15.2", "1.17.0", "2.0.0"])
 def test_an_untested_version_is_refused(monkeypatch, installed):
     monkeypatch.setattr(versions, "version", lambda name: installed)
-    with pytest.raises(KeelError, match=rf"TRL {installed}.*\(1\.16\)"):
+    with pytest.raises(KeelError, match=rf"TRL {installed}.*1\.16"):
         TRL.check_version()
 
 
@@ -112,9 +112,7 @@ def test_a_trainer_without_what_is_overridden_is_refused():
         _compute_loss = None
 
     TRL.check_names(GRPOTrainer)
-    with pytest.raises(
-        KeelError, match=r"^Other has no _generate_and_score_completions with .*pip install 'transformers=="
-    ):
+    with pytest.raises(KeelError, match=r"^Other has no _generate_and_score_completions .*pip install 'transformers=="):
         TRL.check_names(Other)
 
 

@@ -11,7 +11,7 @@ import typer
 from keel.cli.app import app, print_json
 
 if TYPE_CHECKING:
-    from keel.lab.migrate.migrate import MigratedOption, Migration
+    from keel.lab.migrate import MigratedOption, Migration
 
 MIGRATE_HELP = """Convert a configuration of TRL, verl or OpenRLHF to Keel.
 
@@ -37,7 +37,7 @@ def migrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
     from keel.base.errors import KeelError
-    from keel.lab.migrate.migrate import migrate as migrated
+    from keel.lab.migrate import migrate as migrated
 
     result = migrated(file)
     if out is not None and out.exists():

@@ -9,7 +9,7 @@ from keel.base.errors import KeelError
 from keel.cli import main
 from keel.config import load_config
 from keel.config.peers import defaults
-from keel.lab.migrate.migrate import migrate
+from keel.lab.migrate import migrate
 
 TRL = """
 model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from keel.config import load_config
-from keel.lab.migrate.migrate import Migration, migrate
+from keel.lab.migrate import Migration, migrate
 
 TRL = {
     "model_name_or_path": "a/student",

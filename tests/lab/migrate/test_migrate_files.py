@@ -10,7 +10,7 @@ from keel.cli import main
 from keel.config import load_config
 from keel.config.load import read_config
 from keel.config.peers import defaults
-from keel.lab.migrate.migrate import migrate
+from keel.lab.migrate import migrate
 
 A, R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
 

@@ -9,7 +9,7 @@ import yaml
 from keel.base.errors import KeelError
 from keel.config import load_config, peers
 from keel.config.load import is_option
-from keel.lab.migrate.migrate import migrate
+from keel.lab.migrate import migrate
 
 MODEL = {"model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "openai/gsm8k", "num_generations": 8}
 VERL = {"model": {"path": "Qwen/Qwen2.5-0.5B"}, "actor": {"use_kl_loss": True, "kl_loss_coef": 0.001}}

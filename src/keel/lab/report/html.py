@@ -45,13 +45,11 @@ def page(runs: Sequence[RunRecord]) -> str:
     return document(title, "".join(body), data)
 
 
-def document(
-    title: str, body: str, data: str | None = '{"charts":[]}', *, style: str = "", script: str = "", sources: str = ""
-) -> str:
+def document(title: str, body: str, data: str | None = '{"charts":[]}', *, script: str = "", sources: str = "") -> str:
     """The HTML document. Its content security policy allows the report's own scripts and blocks loading.
 
-    Without `data` the body must contain a `data_element`. `style` and `script` are appended to the report's own;
-    `sources` extends the policy for that script.
+    Without `data` the body must contain a `data_element`. `script` is appended to the report's own, and `sources`
+    extends the policy for it.
     """
     scripts = [text for text in (resource("page.js"), script) if text]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
@@ -62,7 +60,7 @@ def document(
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>Keel · {escape(title)}</title><style>{resource('page.css')}{style}</style></head>\n"
+        f"<title>Keel · {escape(title)}</title><style>{resource('page.css')}</style></head>\n"
         f"<body><main>{body}</main>{'' if data is None else data_element(data)}"
         f"{''.join(f'<script>{text}</script>' for text in scripts)}</body></html>\n"
     )

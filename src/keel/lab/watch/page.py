@@ -70,8 +70,8 @@ def whole_page(runs_title: str, drawn: Sequence[Section], refresh_s: float) -> s
         f"<header><p class='muted'>Keel watch</p><h1>{escape(runs_title)}</h1>"
         f"<p id='live' class='muted' role='status' data-refresh='{refresh_s:g}'></p></header>{places}"
     )
-    style, script = (resource(name, "keel.lab.watch") for name in ("watch.css", "watch.js"))
-    return document(runs_title, body, None, style=style, script=script, sources="; connect-src 'self'")
+    script = resource("watch.js", "keel.lab.watch")
+    return document(runs_title, body, None, script=script, sources="; connect-src 'self'")
 
 
 def states(runs: Sequence[RunView]) -> str:
