@@ -208,7 +208,11 @@ def test_another_version_of_trl_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
-    [("is_deepspeed_enabled", True, "DeepSpeed"), ("is_fsdp_enabled", True, "FSDP"), ("_is_vlm", True, "pictures")],
+    [
+        ("is_deepspeed_enabled", True, "DeepSpeed"),
+        ("is_fsdp_enabled", True, "FSDP"),
+        ("_is_vlm", True, "vision-language"),
+    ],
 )
 def test_what_was_not_tested_is_refused_by_name(attribute, value, words, tmp_path):
     trainer = trainer_of(tmp_path)
