@@ -229,6 +229,8 @@ python3 -m verl.trainer.main_ppo \\
         ("a.yaml", "- 1\n- 2\n", "mapping"),
         ("a.yaml", "a: [", "not YAML at line"),
         ("a.json", "{", "not JSON"),
+        ("a.json", "[" * 100_000, "not JSON"),
+        ("a.py", f"GRPOConfig(beta={'-' * 5000}1)", "nested"),
         ("a.py", "def f(:", "not Python: line 1"),
         ("a.py", "x = 1", "GRPOConfig"),
         ("a.yaml", "", "mapping"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import re
 import shlex
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from keel.base.errors import KeelError
+from keel.base.files import parse_json
 from keel.config import peers, text
 from keel.config.load import flatten_options
 
@@ -299,7 +299,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> tuple[dict[str, Any], str | Non
 def _mapping(content: str, path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".json":
         try:
-            data = json.loads(content)
+            data = parse_json(content)
         except ValueError as error:
             raise KeelError(f"{path} is not JSON: {error}") from None
     else:
@@ -320,7 +320,10 @@ def _python(content: str, path: Path) -> Reading:
     try:
         module = ast.parse(content)
     except SyntaxError as error:
-        raise KeelError(f"{path} is not Python: line {error.lineno}: {error.msg}") from None
+        where = "" if error.lineno is None else f"line {error.lineno}: "
+        raise KeelError(f"{path} is not Python: {where}{error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise KeelError(f"{path} cannot be read: an expression is nested too deeply") from None
     constants = _constants(module)
     calls = [(_called(node), node) for node in ast.walk(module) if isinstance(node, ast.Call)]
     called_names = {name for name, _ in calls}
