@@ -211,9 +211,7 @@ def test_problems_that_are_no_demonstrations_are_replaced(mixed: bool) -> None:
 
 def test_a_task_without_demonstrations_is_one_line() -> None:
     batch = gold_examples(Fit(lambda problem: False), lambda problem: (1,), None, batch_size=8, seed=0)
-    with pytest.raises(
-        KeelError, match=f"none of {MAX_CONSECUTIVE_SKIPS} problems drawn for the warm start is a"
-    ) as caught:
+    with pytest.raises(KeelError, match=f"none of {MAX_CONSECUTIVE_SKIPS} problems") as caught:
         batch(0)
     assert "\n" not in str(caught.value)
 
