@@ -73,8 +73,8 @@ def check_args(args: Any) -> None:
         )
     if args.deepspeed or _launched_with("DEEPSPEED"):
         raise KeelError(
-            "Keel cannot skip updates under DeepSpeed, which holds the gradients: launch without it (DDP by accelerate "
-            "or torchrun), or train with keel train and parallel.sharding=full"
+            "Keel cannot skip updates under DeepSpeed, which keeps the gradients itself: use DDP (accelerate or "
+            "torchrun), or train with keel train and parallel.sharding=full"
         )
     if args.fsdp or _launched_with("FSDP"):
         raise KeelError(

@@ -52,7 +52,7 @@ def traces(rows: Any, step: int | None = None) -> list[Trace]:
     tensors = getattr(rows, "batch", rows)
     columns = {name: tensors[name].unbind() for name in FIELDS if name in set(tensors.keys())}
     if missing := [name for name in NEEDED if name not in columns]:
-        raise KeelError(f"these rows of verl lack {', '.join(missing)}: select {', '.join(FIELDS)}")
+        raise KeelError(f"these rows of verl lack {', '.join(missing)}: select the fields {', '.join(FIELDS)}")
     if not tensors["responses"].is_nested:  # a DataProto pads prompts on the left and completions on the right
         seen, width = tensors["attention_mask"].bool(), tensors["responses"].shape[1]
         for name, values in columns.items():

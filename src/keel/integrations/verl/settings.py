@@ -112,7 +112,7 @@ def _check_verl_options(config: Any) -> None:
         )
     distillation = config.get("distillation")
     if distillation is not None and distillation.get("enabled", False):
-        raise KeelError("distillation has its own loss in verl, which Keel's would replace: set it to False")
+        raise KeelError("distillation has its own loss in verl: set distillation.enabled=False")
 
 
 def _check_done_here(kl: KLOptions) -> None:

@@ -314,7 +314,9 @@ def _sides(policy: Any, reference: Any) -> tuple[Side, Side]:
     if isinstance(policy, str) and isinstance(reference, str):
         return load_pair(resolve(policy), resolve(reference))
     if isinstance(policy, str) or isinstance(reference, str):
-        raise KeelError("measure_drift takes two names or two models: load the other with keel.models.load_model too")
+        raise KeelError(
+            "policy and reference must be two names or two models: load the named one with keel.models.load_model"
+        )
     first, second = (x if isinstance(x, Side) else Side(x.name, x) for x in (policy, reference))
     return first, second
 

@@ -199,7 +199,7 @@ def _estimators(axis: Any, drift: Drift) -> None:
     axis.bar(names, [e.mean for e in estimates.values()], yerr=errors, capsize=5, color=colours, width=0.6)
     axis.axhline(estimates[EXACT].mean, color=FORWARD, linewidth=1, linestyle="--")
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set(title="KL(policy‖reference) by estimator (abs is no KL)", ylabel="nats per token")
+    axis.set(title="KL(policy‖reference) by estimator (abs is not a KL)", ylabel="nats per token")
     axis.grid(axis="y", alpha=0.25)
     axis.set_axisbelow(True)
 

@@ -196,7 +196,7 @@ def _show(plan: Plan, remedies: list[tuple[list[str], Plan]]) -> None:
         verdict = "fits" if after.fits else "does not fit yet"
         console.print(f"  {' '.join(overrides)}: {_size(after.peak)}, {verdict}", markup=False)
     if not remedies or not remedies[-1][1].fits:
-        console.print("  not enough: use a smaller model, or a larger device or more of them")
+        console.print("  not enough: use a smaller model, a larger device or more devices")
     if (several := fewest(plan.ranks)) is not None:
         devices, sharding = several.layout.devices, several.layout.sharding
         console.print(f"  --nproc {devices} parallel.sharding={sharding}: {_size(several.peak)}, fits", markup=False)

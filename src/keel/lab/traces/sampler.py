@@ -123,7 +123,7 @@ def check_drawn(logp: Mapping[str, Sequence[float]], expected: str, level: float
         )
     counts = {name: len(values) for name, values in logp.items()}
     if len(set(counts.values())) > 1 or not counts[expected]:
-        raise KeelError(f"every candidate needs a log-probability for each completion, but there are {counts}")
+        raise KeelError(f"every candidate needs a log-probability for each completion, but the numbers are {counts}")
     found, limit = [], math.log((len(logp) - 1) / level)
     total: dict[str, float] = {expected: 0.0}
     for name, values in logp.items():
