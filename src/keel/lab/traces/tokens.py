@@ -101,10 +101,10 @@ def trace_of(row: Any) -> Trace:
         raise ValueError(f"there are no token ids, only {known}: completion_ids and prompt_ids must be recorded")
     completion = _integers(completion, "completion_ids")
     sampled = [True] * len(completion) if action is None else action
-    for name, values in (("the mask", sampled), *numbers.items()):
-        if values is not None and len(values) != len(completion):
+    for name, entries in (("the mask", sampled), *numbers.items()):
+        if entries is not None and len(entries) != len(completion):
             raise ValueError(
-                f"{name} has {len(values)} entries and completion_ids {len(completion)}: give one for each token"
+                f"{name} has {len(entries)} entries and completion_ids {len(completion)}: give one for each token"
             )
     messages, step = found["messages"], found["step"]
     if not (step is None or type(step) is int or (isinstance(step, float) and step.is_integer())):
