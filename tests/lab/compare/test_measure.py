@@ -260,6 +260,24 @@ def test_an_adapter_takes_the_base_that_is_given(tmp_path: Path) -> None:
     assert isinstance(load_pair(resolve(adapter, base=str(moved)), resolve(str(moved)))[0].loaded.model, peft.PeftModel)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"r": [1]}, {"target_modules": 5}, {"target_modules": [1]}, None],
+    ids=["r", "a number", "a list", "weights"],
+)
+def test_a_damaged_second_adapter_is_one_line(tmp_path: Path, wrong: dict[str, Any] | None) -> None:
+    base = save(small(0), tmp_path / "base")
+    first, _ = save_adapter(base, tmp_path / "one", 1)
+    second = Path(shutil.copytree(first, tmp_path / "two"))
+    config = second / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **(wrong or {})}))
+    if wrong is None:
+        (second / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(KeelError, match="two") as error:
+        load_pair(resolve(first), resolve(str(second)))
+    assert "\n" not in str(error.value)
+
+
 def test_microbatches_and_waves_change_nothing() -> None:
     policy, reference = small(0), small(1)
     whole = measure_drift(policy, reference, PROMPTS, **QUICK)
