@@ -189,7 +189,7 @@ def more_groups(
         why = (
             f"the limit of {setup.budget.doubt_s:g} s is reached"
             if setup.budget.is_spent
-            else ("the limit of completions is reached")
+            else "the limit of completions is reached"
         )
         setup.budget.undecided[code] = f"undecided after {completions} completions of {len(groups)} problems ({why})"
     return groups

@@ -136,7 +136,7 @@ def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         + (
             "the KL never reaches the target, and β only falls"
             if lax
-            else ("the KL always exceeds the target, and β only rises")
+            else "the KL always exceeds the target, and β only rises"
         ),
         propose("set {}", {"kl.controller.target": usual}),
         severity="warning" if lax else None,  # a β that only rises dominates the update in the end

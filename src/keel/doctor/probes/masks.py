@@ -311,7 +311,7 @@ def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Threshold
     yield finding(
         "mask/not-actions",
         f"{missing} of {total} tokens of the engine's turns are not actions, although they fit the policy's "
-        f"distribution (p-value {chance:.2g}) and no reply of the environment stands there",
+        f"distribution (p-value {chance:.2g}) and are no replies of the environment",
         "the engine does not mark these sampled tokens as actions, so they are not trained",
         "set Completion.action to True on every token that the engine sampled",
     )

@@ -242,7 +242,7 @@ def _findings(figures: dict[str, float], thresholds: Thresholds, config: Config)
         + (
             ""
             if figures["real_rewards"]
-            else ("; rewards do not differ, so random signs were used instead of advantages")
+            else "; rewards do not differ, so random signs were used instead of advantages"
         ),
         "the step leaves the region in which the advantages are valid; gradient clipping does not shorten it, because "
         "Adam normalizes the gradient",
