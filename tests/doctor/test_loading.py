@@ -41,7 +41,7 @@ def transposed_squares(model: Any) -> None:
 
 
 def wider_heads(model: Any) -> None:
-    settings = next(settings for what, _, settings in changes(model) if what == "heads of 12 in place of 6 dimensions")
+    settings = next(settings for what, _, settings in changes(model) if what == "heads of 12 instead of 6 dimensions")
     for owner, name, value in settings():
         setattr(owner, name, value)
 
@@ -107,7 +107,7 @@ def test_a_model_without_layers_has_nothing_to_exchange() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "fix"),
-    [(another_activation, "silu for the activation"), (wider_heads, "heads of 6 in place of 12 dimensions")],
+    [(another_activation, "silu as the activation"), (wider_heads, "heads of 6 instead of 12 dimensions")],
 )
 def test_the_setting_that_a_model_was_trained_with_is_tried(fault: Callable[[Any], None], fix: str) -> None:
     model, _ = fresh_model()
