@@ -141,8 +141,10 @@ def test_a_token_that_the_configured_filter_excludes_is_left_out_of_its_figures(
     tokens = ranked.indices[:, 0].clone()
     tokens[0] = ranked.indices[0, 5]  # the first one that is excluded
     kept = drawn.logits.softmax(-1).sort(descending=True).values[1:, :5].sum(-1)
-    setup: Any = SimpleNamespace(sampling=params, config=schooled_config("rollout.top_k=5"))
-    found = configured_finding(setup, replace(drawn, tokens=tokens), load_thresholds())
+    setup: Any = SimpleNamespace(
+        thresholds=load_thresholds(), sampling=params, config=schooled_config("rollout.top_k=5")
+    )
+    found = configured_finding(setup, replace(drawn, tokens=tokens))
     assert f"{100 * float((1 - kept).mean()):.1f} %" in found.evidence
     assert f"{float(-kept.log().mean()):.3g} nats" in found.evidence
     assert found.severity != "note"

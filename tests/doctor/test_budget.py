@@ -106,8 +106,8 @@ def test_a_cut_batch_has_the_figures_of_a_whole_one(loss, monkeypatch):
         assert max(len(c.tokens) for c in cut.batch.completions) == LEAST_TOKENS
         figures = []
         for setup in (whole, cut):
-            probe_update(setup, LIMITS)
-            figures.append({**probe_reach(setup, LIMITS).figures, **probe_balance(setup, LIMITS).figures})
+            probe_update(setup)
+            figures.append({**probe_reach(setup).figures, **probe_balance(setup).figures})
     assert figures[1]["advantage_weight"] == pytest.approx(figures[0]["advantage_weight"], rel=0.05)
     assert figures[1]["advantage"] == figures[0]["advantage"]
     assert figures[1]["kl_weight"] == pytest.approx(figures[0]["kl_weight"], rel=0.3)
@@ -168,7 +168,7 @@ def test_a_judge_elsewhere_is_not_asked_for_more_where_a_test_is_in_doubt() -> N
     setup = build_subject(schooled_config(), reward=always_the_same)
     with closing(setup.run):
         bounded = replace(setup, budget=Budget(judgements=60))
-        outcome = probe_collection(bounded, LIMITS)
+        outcome = probe_collection(bounded)
     assert len(asked) <= 60 + len(setup.batch.completions)  # the last test judges what it has once more
     (constant,) = [finding for finding in outcome.findings if finding.code == "reward/constant"]
     assert constant.severity == "warning"

@@ -46,7 +46,7 @@ def probed(name: str, *overrides: str) -> list[Finding]:
     )
     setup = build_subject(schooled_config(f"task={named}", *TURNS, *overrides))
     with closing(setup.run):
-        return list(episode_findings(setup, load_thresholds()))
+        return list(episode_findings(setup))
 
 
 FAULTS = {
@@ -124,7 +124,7 @@ def test_an_episode_that_earns_otherwise_alone_is_nondeterministic() -> None:
     task = f"task={{name: '{HERE}:of_kind', kind: judged by the last}}"
     setup = build_subject(schooled_config(task, "rewards=[{name: task}]", *TURNS))
     with closing(setup.run):
-        assert [found.code for found in rejudged_findings(setup, load_thresholds())] == ["reward/nondeterministic"]
+        assert [found.code for found in rejudged_findings(setup)] == ["reward/nondeterministic"]
 
 
 @pytest.mark.parametrize("kind", ["sound", "random"])
@@ -134,13 +134,14 @@ def test_a_reward_may_look_at_the_episode(kind: str) -> None:
     with closing(setup.run):
         assert setup.failures == ()
         assert max(reward.total for group in setup.groups for reward in group.rewards) > 0
-        assert [*rejudged_findings(setup, load_thresholds())] == []
+        assert [*rejudged_findings(setup)] == []
         assert setup.shared["plays"][0] > 1
 
 
 def playing(start: Any) -> Any:
     """A setup in which only the task is used."""
     return SimpleNamespace(
+        thresholds=load_thresholds(),
         run=SimpleNamespace(task=SimpleNamespace(start=start)),
         policy=SimpleNamespace(tokenizer=tiny_tokenizer()),
         config=SimpleNamespace(rollout=SimpleNamespace(max_turns=2)),
@@ -304,7 +305,7 @@ def test_single_turns_are_played_again_within_bounds(
     task = Answering(seconds)
     monkeypatch.setattr(episodes, "time", SimpleNamespace(monotonic=lambda: task.now))
     config = SimpleNamespace(rollout=SimpleNamespace(max_turns=1))
-    setup: Any = SimpleNamespace(config=config, run=SimpleNamespace(task=task), shared={})
+    setup: Any = SimpleNamespace(thresholds=load_thresholds(), config=config, run=SimpleNamespace(task=task), shared={})
     groups: list[Any] = [
         SimpleNamespace(problem=SimpleNamespace(key=str(i)), completions=[SimpleNamespace(text="?")] * 8)
         for i in range(40)

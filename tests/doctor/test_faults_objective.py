@@ -20,7 +20,6 @@ from keel.doctor.probes.limits import clip_findings, probe_limits
 from keel.doctor.probes.objective import left_out, probe_objective
 from keel.doctor.probes.sampler import probe_sampler
 from keel.doctor.probes.update import probe_update
-from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 
@@ -68,7 +67,7 @@ def test_the_fault_is_named_first(fault: str) -> None:
     ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo", "sapo", "policy_gradient", f"{HERE}:right_loss"],
 )
 def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) -> None:
-    outcome = probe_objective(build_subject(schooled_config(f"loss.loss_type={name}", "kl.beta=0")), load_thresholds())
+    outcome = probe_objective(build_subject(schooled_config(f"loss.loss_type={name}", "kl.beta=0")))
     assert not outcome.findings
     assert outcome.figures["factor"] == pytest.approx(1.0, abs=1e-5)
     assert outcome.figures["pushed"] == 1.0
@@ -85,7 +84,7 @@ def test_every_loss_is_minus_advantage_times_its_weight_at_ratio_one(name: str) 
 )
 def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severity: str, because: str) -> None:
     setup = build_subject(schooled_config(loss(wrong), "loss.num_iterations=2"))
-    (finding,) = clip_findings(setup, {}, load_thresholds())
+    (finding,) = clip_findings(setup, {})
     assert (finding.code, finding.severity) == ("loss/clip", severity)
     assert because in finding.cause
 
@@ -101,7 +100,7 @@ def test_a_clip_that_is_none_or_cuts_the_wrong_side_is_named(wrong: str, severit
 )
 def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: int, named: bool) -> None:
     setup = build_subject(schooled_config(loss(name), f"loss.num_iterations={passes}", "rollout.max_staleness=0"))
-    found = [*clip_findings(setup, {}, load_thresholds())]
+    found = [*clip_findings(setup, {})]
     assert [(f.code, f.severity) for f in found] == [("loss/clip", "error")] * named
 
 
@@ -109,8 +108,8 @@ def test_a_range_of_ones_own_that_one_update_leaves_is_named(name: str, passes: 
 def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side: str) -> None:
     options = [f"{name}={value}" for name, value in zip(("loss.epsilon", "loss.epsilon_high"), limits, strict=True)]
     setup = build_subject(schooled_config("loss.num_iterations=4", *options))
-    probe_update(setup, load_thresholds())
-    named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup, load_thresholds()).findings]
+    probe_update(setup)
+    named = [f"{f.code}: {f.evidence}" for f in probe_limits(setup).findings]
     assert [f"moved {side} by" in line for line in named if line.startswith("loss/clip")] == [True] * bool(side)
 
 
@@ -125,8 +124,8 @@ def test_a_range_that_one_side_lacks_is_named(limits: tuple[float, float], side:
 )
 def test_a_side_without_room_is_named_whatever_an_update_moves(options: tuple[str, ...], named: bool) -> None:
     setup = build_subject(schooled_config("loss.num_iterations=4", "optim.learning_rate=1e-6", *options))
-    probe_update(setup, load_thresholds())
-    found = [f for f in probe_limits(setup, load_thresholds()).findings if f.code == "loss/clip"]
+    probe_update(setup)
+    found = [f for f in probe_limits(setup).findings if f.code == "loss/clip"]
     assert len(found) == named
 
 
@@ -134,7 +133,7 @@ def test_every_clip_of_keels_own_cuts_its_side() -> None:
     setup = build_subject(schooled_config(loss("right_loss"), "loss.num_iterations=2"))
     for name in (f"{HERE}:right_loss", "grpo", "dapo", "gspo", "cispo", "gmpo", "sapo"):
         run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": name}))
-        assert not [*clip_findings(replace(setup, built=replace(setup.built, run=run)), {}, load_thresholds())], name
+        assert not [*clip_findings(replace(setup, built=replace(setup.built, run=run)), {})], name
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def test_tokens_that_are_never_trained_are_named(rows: list[str], named: bool) -
 
 
 def test_rows_that_are_left_out_for_their_advantage_are_no_fault() -> None:
-    findings = probe_objective(build_subject(schooled_config(loss("weak_ones_left_out"))), load_thresholds()).findings
+    findings = probe_objective(build_subject(schooled_config(loss("weak_ones_left_out")))).findings
     assert "loss/no-gradient" not in [finding.code for finding in findings]
 
 
@@ -170,6 +169,7 @@ def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(t
     for name, expected in (("range_of_sequences", True), ("range_for_sequences", False)):
         run = replace(setup.run, loss=setup.run.loss.model_copy(update={"loss_type": f"{HERE}:{name}"}))
         long = SimpleNamespace(
+            thresholds=setup.thresholds,
             mask=mask,
             batch=batch,
             run=run,
@@ -177,7 +177,7 @@ def test_a_range_of_tokens_is_told_from_one_of_sequences_however_long_they_are(t
             of_batch={"logp": torch.full((2, tokens), -1.0)},
             loss_length=tokens,
         )
-        assert bool([*clip_findings(long, {}, load_thresholds())]) == expected, name
+        assert bool([*clip_findings(long, {})]) == expected, name
 
 
 def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
@@ -200,11 +200,9 @@ def test_weights_of_ones_own_are_noted_and_not_judged() -> None:
     ],
 )
 def test_keels_own_controllers_stay_within_bounds(controller: str) -> None:
-    assert not probe_objective(
-        build_subject(schooled_config(f"kl.controller={controller}")), load_thresholds()
-    ).findings
+    assert not probe_objective(build_subject(schooled_config(f"kl.controller={controller}"))).findings
 
 
 def test_a_filter_that_cuts_off_next_to_nothing_is_a_note() -> None:
-    outcome = probe_sampler(build_subject(schooled_config("rollout.top_k=100")), load_thresholds())
+    outcome = probe_sampler(build_subject(schooled_config("rollout.top_k=100")))
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("sampler/filter", "note")]

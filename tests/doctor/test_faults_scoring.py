@@ -21,7 +21,6 @@ from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.sampler import noise_findings
 from keel.doctor.scoring import measure_scoring
-from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 
@@ -162,7 +161,7 @@ def test_scores_are_tried_on_text_that_is_not_certain() -> None:
 def test_noise_is_tried_where_the_policy_is_not_certain() -> None:
     setup = build_subject(schooled_config("rollout.temperature=0.3", engine("SameNoise")))
     with closing(setup.run):
-        (first, *_) = noise_findings(setup, load_thresholds())
+        (first, *_) = noise_findings(setup)
     assert first.code == "sampler/noise"
     assert "two different steps" in first.evidence
 

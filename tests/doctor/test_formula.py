@@ -76,7 +76,7 @@ def before(config: Config) -> SuspectVerdict:
 def _probed(*pairing: str) -> Outcome:
     """The experiment sums over the policy's own samples, so several updates per batch do not change it."""
     options = zip(("kl.estimator", "kl.placement", "kl.gradient", "kl.level"), pairing, strict=True)
-    return probe_kl_term(on_the_bench(schooled_config(*map("=".join, options), *FREELY)), LIMITS)
+    return probe_kl_term(on_the_bench(schooled_config(*map("=".join, options), *FREELY)))
 
 
 def after(config: Config) -> SuspectVerdict:
@@ -125,7 +125,7 @@ def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> N
     assert "measured on this batch: cosine 1.000 to it" in row.figure
     assert row.action.startswith("set kl.gradient=auto for ∇KL(policy‖ref), or keep it")
     assert h03(check_history(configured(kl__gradient="plain")).hypotheses).action == row.action
-    figures = probe_kl_term(on_the_bench(config), LIMITS).figures
+    figures = probe_kl_term(on_the_bench(config)).figures
     assert 0.5 < figures["cosine"] < LIMITS["kl_gradient_cosine"]
     assert figures["cosine_expected"] == pytest.approx(1.0, abs=1e-6)
 
@@ -136,7 +136,7 @@ def test_code_that_does_not_do_what_the_formula_says_is_found() -> None:
     setup = on_the_bench(schooled_config())
     broken = replace(setup.run, pairing=replace(setup.run.pairing, form=plain.form))
     setup = replace(setup, built=replace(setup.built, run=broken))
-    (finding,) = probe_kl_term(setup, LIMITS).findings
+    (finding,) = probe_kl_term(setup).findings
     assert finding.code == "kl/reversed"
     assert "the configured formula has ∇KL(policy‖ref)" in finding.cause
     assert finding.options == ()

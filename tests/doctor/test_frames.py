@@ -10,7 +10,6 @@ from keel.base.types import Problem
 from keel.doctor.probes.episodes import rejudged_findings
 from keel.doctor.probes.problems import contradiction_findings
 from keel.doctor.rendering import frame_of
-from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import Renderer
 
@@ -60,7 +59,7 @@ def test_rows_that_contradict_each_other_are_found() -> None:
         setup = asked().swapped(built=SimpleNamespace(judge=Judge(), run=asked().run))
         rows = [(Problem(f"{n}/{a}", f"{n} =", a), (n,)) for n in range(10) for a in answers]
         setup.shared["steps"] = [rows]
-        assert [finding.code for finding in contradiction_findings(setup, load_thresholds())] == codes
+        assert [finding.code for finding in contradiction_findings(setup)] == codes
 
 
 class Alternating(Judge):
@@ -80,4 +79,4 @@ def test_a_judge_that_alternates_is_found_in_one_order_or_the_other() -> None:
     rewards = [SimpleNamespace(total=float(i % 2)) for i in range(4)]
     group = SimpleNamespace(problem=Problem("a", "1 ="), completions=completions, rewards=rewards)
     setup = setup.swapped(batch=SimpleNamespace(groups=[group]))
-    assert [finding.code for finding in rejudged_findings(setup, load_thresholds())] == ["reward/nondeterministic"]
+    assert [finding.code for finding in rejudged_findings(setup)] == ["reward/nondeterministic"]

@@ -52,7 +52,7 @@ def task(name: str) -> list[str]:
 def collected(*overrides: str):
     setup = build_subject(schooled_config(*overrides))
     try:
-        return probe_collection(setup, load_thresholds())
+        return probe_collection(setup)
     finally:
         setup.run.close()
 
@@ -110,7 +110,7 @@ def test_an_episode_that_is_over_before_the_answer_is_no_fault_of_the_reward(
     setup = replace(built, built=replace(built.built, run=replace(built.run, task=task)))
     judged = [JudgedGold(Problem(str(i), "2 3", "3"), ("<ask/>", "3"), 0.0, 0.0, (0.0, 0.5)) for i in range(16)]
     with closing(built.run):
-        (found,) = gold_findings(setup, judged, unpaid_golds(judged, load_thresholds()), load_thresholds())
+        (found,) = gold_findings(setup, judged, unpaid_golds(judged, load_thresholds()))
     assert (found.code, found.severity) == named
 
 
@@ -162,13 +162,14 @@ def spread(values: list[float], gold: float | None):
     groups = [Group(Problem(str(i), ""), (), (), earned) for i, earned in enumerate(rewards)]
     config = schooled_config()
     setup = SimpleNamespace(
+        thresholds=load_thresholds(),
         failures=(),
         groups=groups[:4],
         budget=Budget(further=groups[4:]),
         config=config,
         built=SimpleNamespace(sampling=SimpleNamespace(num_generations=4), judge=SimpleNamespace(remote=[])),
     )
-    return [(f.code, f.severity, f.cause) for f in _spread(setup, 1.0, gold, load_thresholds())]
+    return [(f.code, f.severity, f.cause) for f in _spread(setup, 1.0, gold)]
 
 
 def test_what_is_constant_because_all_is_solved_is_told_from_what_always_fails() -> None:
@@ -203,7 +204,7 @@ def test_gold_answers_of_our_own_tasks_are_sound(options: dict[str, str], monkey
         judged = judged_golds(setup)
         assert len(judged) == 18
         assert not unpaid_golds(judged, load_thresholds())
-        assert not list(exploit_findings(setup, judged, load_thresholds()))
+        assert not list(exploit_findings(setup, judged))
     finally:
         setup.run.close()
 
@@ -243,8 +244,8 @@ def test_a_cliff_lies_below_what_a_right_answer_earns(
     gold: float, lowest: float, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "more_groups", lambda setup, code, doubtful: setup.groups)
-    setup = SimpleNamespace(groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
-    found = [*_cliff(setup, [gold], load_thresholds())]
+    setup = SimpleNamespace(thresholds=load_thresholds(), groups=[SimpleNamespace(rewards=[Reward(lowest)] * 8)] * 16)
+    found = [*_cliff(setup, [gold])]
     assert [finding.code for finding in found] == ["reward/cliff"] * named
 
 
@@ -262,8 +263,10 @@ def test_a_cliff_lies_below_what_a_right_answer_earns(
 )
 def test_a_fall_that_no_completion_has_taken_yet(gold: float, empty: list[float], aggregate: str, named: bool) -> None:
     judged = [JudgedGold(Problem("a", ""), ("7",), gold, value, ()) for value in empty]
-    setup = SimpleNamespace(groups=[], config=schooled_config(f"reward.aggregate={aggregate}"))
-    found = [*empty_cliff_findings(setup, judged, load_thresholds())]
+    setup = SimpleNamespace(
+        thresholds=load_thresholds(), groups=[], config=schooled_config(f"reward.aggregate={aggregate}")
+    )
+    found = [*empty_cliff_findings(setup, judged)]
     assert [(f.code, f.severity) for f in found] == [("reward/cliff", "warning")] * named
 
 
@@ -281,8 +284,8 @@ def test_a_fall_is_deep_beside_what_answers_differ_by(
 ) -> None:
     judged = [JudgedGold(Problem("a", ""), ("7",), gold, empty, (other, other))] * 4
     groups = [SimpleNamespace(rewards=[Reward(lowest), Reward(gold)])]
-    setup = SimpleNamespace(groups=groups, config=schooled_config())
-    assert bool([*empty_cliff_findings(setup, judged, load_thresholds())]) == named
+    setup = SimpleNamespace(thresholds=load_thresholds(), groups=groups, config=schooled_config())
+    assert bool([*empty_cliff_findings(setup, judged)]) == named
 
 
 def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(
@@ -292,7 +295,7 @@ def test_a_gold_answer_without_a_number_is_named_though_no_completion_met_it(
     asked = {group.problem.key for group in setup.groups}
     monkeypatch.setattr(faults_gold, "NUMBERS", asked)
     try:
-        found = probe_collection(setup, load_thresholds()).findings
+        found = probe_collection(setup).findings
     finally:
         setup.run.close()
     assert not setup.failures

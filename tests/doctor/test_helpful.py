@@ -52,6 +52,7 @@ def episode(a: int, b: int, result: str, asked: str | None = None, said: str = "
 
 def setup_of(groups: Sequence[Group], task: Any = TASK, judge: Any = None) -> Any:
     return SimpleNamespace(
+        thresholds=load_thresholds(),
         groups=tuple(groups),
         run=SimpleNamespace(task=task),
         policy=SimpleNamespace(tokenizer=TOKENIZER, context_length=None),
@@ -93,5 +94,5 @@ HONEST: dict[str, Callable[[Any], float]] = {
 def test_calls_that_are_paid_are_an_exploit(what: str) -> None:
     groups = [episode(a, b, str(max(a, b))) for a, b in PAIRS[:24]]
     pays = (PAYING | HONEST)[what]
-    found = [*idle_findings(setup_of(groups, judge=paying(pays)), load_thresholds())]
+    found = [*idle_findings(setup_of(groups, judge=paying(pays)))]
     assert [finding.code for finding in found] == ["reward/exploit"] * (what in PAYING)

@@ -42,9 +42,11 @@ def test_weights_of_a_kind_that_the_model_has_are_missed() -> None:
 
 def steered(controller: RuleController) -> list[str]:
     setup: Any = SimpleNamespace(
-        config=schooled_config("kl.beta=0.04", "run.max_steps=400"), run=SimpleNamespace(controller=controller)
+        config=schooled_config("kl.beta=0.04", "run.max_steps=400"),
+        run=SimpleNamespace(controller=controller),
+        thresholds=THRESHOLDS,
     )
-    return [finding.code for finding in steered_findings(setup, {}, THRESHOLDS)]
+    return [finding.code for finding in steered_findings(setup, {})]
 
 
 def test_a_coefficient_that_falls_silent_at_once() -> None:
@@ -71,10 +73,12 @@ def test_a_floor_is_no_growth() -> None:
 def test_a_reward_in_small_units_is_no_noise(base: float, unit: float, gold: float, codes: list[str]) -> None:
     groups = [SimpleNamespace(rewards=[Reward(base + unit * i / 3) for i in range(4)]) for _ in range(16)]
     built = SimpleNamespace(judge=SimpleNamespace(remote=False), sampling=SimpleNamespace(num_generations=4))
-    setup: Any = SimpleNamespace(groups=groups, shared={"gold size": gold}, built=built, budget=Budget(0.0))
+    setup: Any = SimpleNamespace(
+        thresholds=THRESHOLDS, groups=groups, shared={"gold size": gold}, built=built, budget=Budget(0.0)
+    )
     spread = torch.tensor([unit * 0.43] * 16, dtype=torch.float64)
     figures = amplification(spread, spread, "group")
-    assert [finding.code for finding in _amplified(setup, figures, "group", THRESHOLDS)] == codes
+    assert [finding.code for finding in _amplified(setup, figures, "group")] == codes
 
 
 def test_answers_of_another_column() -> None:
@@ -82,16 +86,18 @@ def test_answers_of_another_column() -> None:
     task = SimpleNamespace(multi_turn=False, gold_turns=lambda problem: [problem.answer])
     group = SimpleNamespace(rewards=[reward], problem=problem, completions=[SimpleNamespace(text="7")])
     config = SimpleNamespace(data=SimpleNamespace(path="rows.jsonl"))
-    setup: Any = SimpleNamespace(config=config, failures=(), run=SimpleNamespace(task=task), shared={}, groups=[group])
+    setup: Any = SimpleNamespace(
+        thresholds=THRESHOLDS, config=config, failures=(), run=SimpleNamespace(task=task), shared={}, groups=[group]
+    )
     sure = {"gold_share": 1.7, "entropy_share": 0.1, "parse_rate": 1.0}
-    (finding,) = foreign_findings(setup, sure, [1.0], THRESHOLDS)
+    (finding,) = foreign_findings(setup, sure, [1.0])
     assert finding.code == "data/misaligned"
     for healthy in ({"gold_share": 0.5}, {"entropy_share": 0.9}, {"parse_rate": 0.1}):
-        assert [*foreign_findings(setup, {**sure, **healthy}, [1.0], THRESHOLDS)] == []
+        assert [*foreign_findings(setup, {**sure, **healthy}, [1.0])] == []
     group.rewards = [Reward(0.6)]
-    assert [*foreign_findings(setup, sure, [1.0], THRESHOLDS)] == []
+    assert [*foreign_findings(setup, sure, [1.0])] == []
     group.rewards, config.data.path = [reward], None  # answers that the task computes are only hard
-    assert [*foreign_findings(setup, sure, [1.0], THRESHOLDS)] == []
+    assert [*foreign_findings(setup, sure, [1.0])] == []
 
 
 @pytest.mark.parametrize(
@@ -162,7 +168,7 @@ def test_weights_that_are_no_numbers_are_named_where_samples_may_be_stale(monkey
 def test_an_evaluation_of_noise() -> None:
     for temperature, codes in ((10.0, ["eval/train-gap"]), (0.6, []), (1.2, [])):
         setup = build_subject(schooled_config("eval.every=1", f"eval.temperature={temperature}"))
-        assert [finding.code for finding in probe_evaluation(setup, THRESHOLDS).findings] == codes
+        assert [finding.code for finding in probe_evaluation(setup).findings] == codes
         setup.run.close()
 
 

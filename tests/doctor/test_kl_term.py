@@ -18,7 +18,6 @@ from keel.doctor.expected import (
 )
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.kl_term import GradientNorms, probe_kl_term
-from keel.doctor.thresholds import load_thresholds
 from keel.kl import KLOptions, Pairing
 from keel.kl.facts import FACTS, POLICY_REF, Fact
 
@@ -113,7 +112,7 @@ def test_the_probe_leaves_policy_and_gradients_as_they_were(override: str) -> No
     estimator = ["kl.estimator=k1"] if "advantage" in override else []
     setup = build_subject(schooled_config(override, *estimator))
     before = fingerprint(setup.policy.model)
-    outcome = probe_kl_term(setup, load_thresholds())
+    outcome = probe_kl_term(setup)
     assert fingerprint(setup.policy.model) == before
     assert all(parameter.grad is None for parameter in setup.policy.model.parameters())
     assert outcome.figures["cosine"] == pytest.approx(1.0, abs=1e-6)
@@ -125,19 +124,19 @@ def test_weights_that_are_no_numbers_leave_the_term_unchecked() -> None:
     setup = build_subject(schooled_config())
     with torch.no_grad():
         next(setup.policy.model.parameters()).fill_(math.nan)
-    outcome = probe_kl_term(setup, load_thresholds())
+    outcome = probe_kl_term(setup)
     assert any("not finite" in line for line in outcome.unchecked)
 
 
 def test_a_penalty_that_is_not_needed_is_a_note() -> None:
     setup = build_subject(schooled_config("loss.loss_type=dr_grpo", "kl.beta=0.05"))
-    findings = probe_kl_term(setup, load_thresholds()).findings
+    findings = probe_kl_term(setup).findings
     assert [(finding.code, finding.severity) for finding in findings] == [("kl/unneeded", "note")]
 
 
 def test_a_penalty_in_the_reward_is_divided_by_the_spread() -> None:
     setup = build_subject(schooled_config("kl.placement=reward", "kl.estimator=k1", "loss.scale_rewards=batch"))
-    outcome = probe_kl_term(setup, load_thresholds())
+    outcome = probe_kl_term(setup)
     rewards = torch.tensor([reward.total for group in setup.groups for reward in group.rewards])
     assert outcome.figures["effective_beta"] == pytest.approx(0.01 / rewards.std().item(), rel=1e-5)
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("kl/scale", "note")]

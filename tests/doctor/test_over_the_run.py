@@ -28,8 +28,8 @@ LIMITS = load_thresholds()
 def controlled(text: str, steps: int = 100, *more: str) -> list[Finding]:
     config = schooled_config(f"kl.controller={text}", f"run.max_steps={steps}", *more)
     run = SimpleNamespace(controller=controller_from_options(config.kl, config.episodes_per_step))
-    setup: Any = SimpleNamespace(config=config, run=run)
-    return [*steered(setup, {}, LIMITS)] or [*over_the_run(setup, {}, LIMITS)]
+    setup: Any = SimpleNamespace(config=config, run=run, thresholds=LIMITS)
+    return [*steered(setup, {})] or [*over_the_run(setup, {})]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_controllers_that_do(controller: str) -> None:
 def probed(probe: Any, *overrides: str) -> list[str]:
     setup = build_subject(schooled_config(*overrides))
     if probe in (probe_limits, probe_reach):
-        probe_update(setup, LIMITS)
-    return [finding.code for finding in probe(setup, LIMITS).findings]
+        probe_update(setup)
+    return [finding.code for finding in probe(setup).findings]
 
 
 @pytest.mark.parametrize(

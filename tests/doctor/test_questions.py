@@ -97,7 +97,7 @@ def test_a_copy_in_other_letters_is_a_copy(form: str, codes: list[str]) -> None:
     held_out = [Problem(f"h{n}", form.format(n), str(n + 1)) for n in range(20)]
     setup.run.task.held_out = lambda count: held_out[:count]
     setup.shared["steps"] = [[(Problem(f"{n}", f"{n} plus one?", str(n + 1)), (n, 1)) for n in range(40)]]
-    found = [*eval_leak(setup, LIMITS)]
+    found = [*eval_leak(setup)]
     assert [finding.code for finding in found] == codes
     assert all(finding.share == 0.5 for finding in found)  # of what is trained on, by tokens or by text
 
@@ -113,7 +113,7 @@ def test_an_answer_is_found_where_tokens_give_no_spaces_back(said: str, codes: l
         messages = [{"role": "user", "content": f"{n} times 7?"}, {"role": "assistant", "content": said.format(7 * n)}]
         text = "".join(message["content"].replace(" ", "") for message in messages)
         prompts.append(Prompt(Problem(f"{n}", messages, str(7 * n)), (n,), text))
-    assert [finding.code for finding in _leaks(setup, prompts, LIMITS)] == codes
+    assert [finding.code for finding in _leaks(setup, prompts)] == codes
 
 
 def of_texts(rewrite: Any, limit: int = 100) -> list[Prompt]:
@@ -148,7 +148,7 @@ def test_a_question_that_is_cut_or_encoded_is_named(rewrite: Any, limit: int) ->
 )
 def test_a_word_that_a_text_to_copy_has_too_is_no_proof(form: str, severity: str | None) -> None:
     pairs = [(Problem(f"{n}", form.format(7 * n), str(7 * n)), form.format(7 * n)) for n in range(32)]
-    found = [*leak_findings(asked(), pairs, LIMITS)]
+    found = [*leak_findings(asked(), pairs)]
     assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
     assert all(("no change is needed" in f.advice) == (severity == "warning") for f in found)
 
@@ -178,7 +178,7 @@ def test_a_system_message_that_says_the_answer_leaks_it(system: str, severity: s
         )
         for n in range(32)
     ]
-    found = [*system_leaks(asked(), problems, LIMITS)]
+    found = [*system_leaks(asked(), problems)]
     assert [(f.code, f.severity) for f in found] == [("prompt/answer-leak", severity)] * bool(severity)
     assert all(("no change is needed" in f.advice) == (severity == "warning") for f in found)
 
@@ -188,7 +188,7 @@ def test_a_system_message_that_names_the_choices_leaks_none_however_rare_one_is(
         return [{"role": "system", "content": "Answer yes or no."}, {"role": "user", "content": f"Is {n} over 3?"}]
 
     problems = [Problem(f"{n}", messages(n), "yes" if n > 3 else "no") for n in range(32)]
-    assert [*system_leaks(asked(), problems, LIMITS)] == []
+    assert [*system_leaks(asked(), problems)] == []
 
 
 def test_texts_that_look_like_values_are_texts(recwarn: pytest.WarningsRecorder) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from doctor.schooled import schooled_config
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.objective import ratio_findings
-from keel.doctor.thresholds import load_thresholds
 from keel.losses import LOSSES, LossInputs, LossOptions, PolicyTerm
 from keel.losses.policy import clipped
 
@@ -61,7 +60,7 @@ def for_long_rows(inputs: LossInputs, options: LossOptions) -> PolicyTerm:
 
 def found(loss: str) -> list[tuple[str, str]]:
     setup = build_subject(schooled_config(f"loss.loss_type={loss}"))
-    return [(f.code, f.severity) for f in ratio_findings(setup, {}, load_thresholds())]
+    return [(f.code, f.severity) for f in ratio_findings(setup, {})]
 
 
 @pytest.mark.parametrize(

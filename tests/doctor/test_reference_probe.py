@@ -27,7 +27,7 @@ LORA = "model.lora={r: 4}"
 
 
 def probed(*overrides: str) -> Outcome:
-    return probe_reference(build_subject(schooled_config(*overrides)), LIMITS)
+    return probe_reference(build_subject(schooled_config(*overrides)))
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def probed(*overrides: str) -> Outcome:
 def test_policy_and_reference_are_afterwards_what_they_were(overrides: list[str]) -> None:
     setup = build_subject(schooled_config(*overrides))
     policy, reference, logp = fingerprint(setup.policy.model), reference_fingerprint(setup), setup.ref_logp()
-    probe_reference(setup, LIMITS)
+    probe_reference(setup)
     assert fingerprint(setup.policy.model) == policy
     assert reference_fingerprint(setup) == reference
     torch.testing.assert_close(setup.ref_logp(), logp, rtol=0, atol=0)

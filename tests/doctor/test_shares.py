@@ -67,15 +67,15 @@ def frozen_model() -> tuple[Any, Any]:
 def judged(config) -> list[Finding]:
     """The findings of the probes for loss terms."""
     setup = build_subject(config)
-    probe_update(setup, LIMITS)
+    probe_update(setup)
     probes = (probe_exploration, probe_objective, probe_reach, probe_balance, probe_limits)
-    return [finding for probe in probes for finding in probe(setup, LIMITS).findings]
+    return [finding for probe in probes for finding in probe(setup).findings]
 
 
 @pytest.fixture(scope="module")
 def setup() -> KeelSubject:
     tried = build_subject(schooled_config("optim.weight_decay=30"))
-    probe_update(tried, LIMITS)
+    probe_update(tried)
     return tried
 
 
@@ -132,10 +132,10 @@ def test_the_equilibrium_of_a_bandit_is_the_closed_form(beta: float) -> None:
 def test_a_nat_of_the_exact_kl_weighs_one_and_all_is_undone() -> None:
     exact = build_subject(schooled_config("kl.estimator=exact", "loss.loss_type=dapo"))
     before = fingerprint(exact.policy.model)
-    probe_update(exact, LIMITS)
+    probe_update(exact)
     assert measured_kl_weight(exact, exact.of_batch["update"]) == pytest.approx(1.0, abs=0.2)
     for probe in (probe_reach, probe_balance, probe_limits, probe_exploration):
-        assert not probe(exact, LIMITS).findings
+        assert not probe(exact).findings
     assert "update" not in exact.of_batch  # its gradients are as large as the model
     assert fingerprint(exact.policy.model) == before
     assert exact.run.optimizer.updates == 0
@@ -225,13 +225,13 @@ def test_copies_without_a_reward_of_their_own_show_no_standstill() -> None:
     """Random signs instead of advantages cancel each other on equal completions."""
     setup = build_subject(schooled_config("reward.warmup_steps=0"))
     with closing(setup.run):
-        probe_update(setup, LIMITS)
+        probe_update(setup)
         first = setup.of_batch["update"]
         setup.of_batch["update"] = replace(first, real_rewards=False, gradients=[None] * len(first.gradients))
         copied = tuple(replace(g, completions=g.completions[:1] * len(g.completions)) for g in setup.groups)
-        assert probe_reach(setup, LIMITS).findings
+        assert probe_reach(setup).findings
         same = replace(setup, batch=replace(setup.batch, groups=copied))
-        assert probe_reach(same, LIMITS).findings == ()
+        assert probe_reach(same).findings == ()
 
 
 def test_what_little_is_trained_is_named_at_any_rate() -> None:
@@ -317,27 +317,28 @@ def test_groups_of_earlier_tests_count_from_the_first_look_on(monkeypatch: pytes
     )
     setup: Any = SimpleNamespace(
         config=schooled_config("kl.collect_max=0.5"),
+        thresholds=LIMITS,
         run=SimpleNamespace(reference=object()),
         batch=SimpleNamespace(groups=groups[:4]),
         pack=lambda chosen: SimpleNamespace(groups=chosen),
     )
     first: Any = None
-    assert not [*_rejects(setup, first, figures := {}, LIMITS)]
+    assert not [*_rejects(setup, first, figures := {})]
     assert figures["rejected"] == pytest.approx(2 / 3)  # far over `rejected_most`, which chance may still explain
     assert looks == [True]
 
 
 @pytest.mark.parametrize(("shrink", "held"), [(0.5, 1e-4), (0.01, 1.0), (0.01, 1e-4)])
 def test_weight_decay_is_measured_against_the_limit_that_it_passes(shrink: float, held: float) -> None:
-    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"))
+    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"), thresholds=LIMITS)
     figures = {"decay": 0.0, "walk": 1.0, "shrink": shrink, "reach_decayed": held, "reach": 2.0}
-    (found,) = _decays(setup, figures, 5.0, LIMITS)
+    (found,) = _decays(setup, figures, 5.0)
     assert (f"(under {LIMITS['decay_left']:.0%})" in found.evidence) == (shrink < LIMITS["decay_left"])
     assert (f"(under {LIMITS['reach_least']:g})" in found.evidence) == (held < LIMITS["reach_least"])
 
 
 def test_a_large_weight_decay_is_not_called_larger_than_updates_that_go_further() -> None:
-    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"))
+    setup: Any = SimpleNamespace(config=schooled_config("optim.weight_decay=7"), thresholds=LIMITS)
     figures = {"decay": 2.0, "walk": 3.0, "shrink": 0.5, "reach_decayed": 9.0, "reach": 9.0}
-    (found,) = _decays(setup, figures, 5.0, LIMITS)
+    (found,) = _decays(setup, figures, 5.0)
     assert f"(over {5 * LIMITS['kl_over_budget']:.2g})" in found.evidence

@@ -29,10 +29,11 @@ def test_the_batch_is_read_without_stop_texts(parsed: bool, reason: str, readabl
         return [group(readable, "eos")]
 
     setup = SimpleNamespace(
+        thresholds=load_thresholds(),
         groups=[group(parsed, reason)],
         sampling=SamplingParams(num_generations=4, max_completion_length=8, stop=("<call>",)),
         of_batch={},
         collect=collect,
         built=SimpleNamespace(judge=SimpleNamespace(drain=list, remote=False)),
     )
-    assert parsed_without_stop(setup, load_thresholds()) == share
+    assert parsed_without_stop(setup) == share

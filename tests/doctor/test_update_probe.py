@@ -44,14 +44,14 @@ def test_spreads_and_amplification_by_hand() -> None:
 
 def test_a_tiny_spread_is_an_error_only_where_it_is_divided_by(setup: KeelSubject) -> None:
     tight = rewarded(setup, 0.5, 0.5, 0.5, 0.51)
-    assert [f.code for f in probe_advantage(tight, LIMITS).findings] == ["advantage/amplified"]
+    assert [f.code for f in probe_advantage(tight).findings] == ["advantage/amplified"]
     plain = replace(tight, built=replace(tight.built, run=replace(tight.run)))
     plain.run.loss = tight.run.loss.model_copy(update={"scale_rewards": "none"})
-    assert not probe_advantage(plain, LIMITS).findings
+    assert not probe_advantage(plain).findings
 
 
 def test_equal_rewards_have_nothing_to_divide_by(setup: KeelSubject) -> None:
-    outcome = probe_advantage(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
+    outcome = probe_advantage(rewarded(setup, 1.0, 1.0, 1.0, 1.0))
     assert not outcome.findings
     assert outcome.figures["groups_with_spread"] == 0
 
@@ -66,7 +66,7 @@ def test_the_weight_of_a_token_in_short_and_long_completions(reduction: str, bia
 
 def test_an_update_is_measured_and_undone_bit_for_bit(setup: KeelSubject) -> None:
     before = fingerprint(setup.policy.model)
-    outcome = probe_update(setup, LIMITS)
+    outcome = probe_update(setup)
     assert fingerprint(setup.policy.model) == before
     assert setup.run.optimizer.updates == 0
     assert not setup.run.optimizer.inner.state
@@ -100,32 +100,32 @@ def test_undone_brings_moments_and_schedule_back(setup: KeelSubject) -> None:
 
 
 def test_rewards_that_do_not_differ_still_show_the_learning_rate(setup: KeelSubject) -> None:
-    outcome = probe_update(rewarded(setup, 1.0, 1.0, 1.0, 1.0), LIMITS)
+    outcome = probe_update(rewarded(setup, 1.0, 1.0, 1.0, 1.0))
     assert outcome.figures["real_rewards"] == 0.0
     assert outcome.figures["kl_after"] > 0
 
 
 def test_the_advised_learning_rate_passes() -> None:
-    findings = probe_update(build_subject(schooled_config("optim.learning_rate=0.02")), LIMITS).findings
+    findings = probe_update(build_subject(schooled_config("optim.learning_rate=0.02"))).findings
     assert [finding.code for finding in findings] == ["optim/lr-too-high"]
     advised = findings[0].advice.split(",")[0].removeprefix("set ")
-    assert not probe_update(build_subject(schooled_config(advised)), LIMITS).findings
+    assert not probe_update(build_subject(schooled_config(advised))).findings
 
 
 def test_a_reward_that_is_not_a_number_makes_the_update_non_finite(setup: KeelSubject) -> None:
-    outcome = probe_update(rewarded(setup, math.nan, 1.0, 0.0, 0.5), LIMITS)
+    outcome = probe_update(rewarded(setup, math.nan, 1.0, 0.0, 0.5))
     assert [finding.code for finding in outcome.findings] == ["optim/non-finite"]
 
 
 def test_prompts_at_the_limit_are_counted() -> None:
     cut = build_subject(schooled_config("data={max_prompt_length: 6, truncation: left}"))
-    outcome = probe_truncation(cut, LIMITS)
+    outcome = probe_truncation(cut)
     assert outcome.figures["prompts_cut"] == 1.0
     assert [(finding.code, finding.severity) for finding in outcome.findings] == [("prompt/truncated", "error")]
 
 
 def test_lengths_of_an_ordinary_batch(setup: KeelSubject) -> None:
-    outcome = probe_truncation(setup, LIMITS)
+    outcome = probe_truncation(setup)
     lengths = [len(c.tokens) for g in setup.groups for c in g.completions]
     assert outcome.figures["longest_completion"] == max(lengths)
     assert not outcome.findings
@@ -133,11 +133,11 @@ def test_lengths_of_an_ordinary_batch(setup: KeelSubject) -> None:
 
 def test_a_loss_scale_changes_nothing_but_the_precision(setup: KeelSubject, monkeypatch: pytest.MonkeyPatch) -> None:
     """fp16 multiplies the loss and divides in the step by the same number, so norm and KL do not change."""
-    plain = probe_update(setup, LIMITS).figures
+    plain = probe_update(setup).figures
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(torch.zeros(()))
     monkeypatch.setattr(setup.run.optimizer, "scaler", scaler)
-    scaled = probe_update(setup, LIMITS).figures
+    scaled = probe_update(setup).figures
     assert scaled == pytest.approx(plain, rel=1e-3)
     assert scaler.get_scale() == 2.0**16
 

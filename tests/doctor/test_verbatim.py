@@ -9,7 +9,6 @@ import pytest
 from doctor.schooled import schooled_config
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.probes.prompts import TALKS, probe_prompts, written_wrongly
-from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from keel.rollout.render import TEMPLATES, Renderer
 
@@ -74,6 +73,6 @@ def test_the_probe_names_it(content: str) -> None:
     with closing(setup.run):
         turn = f"{{{{ '<|' + message['role'] + '|>' + {content} + eos_token }}}}"
         setup.policy.tokenizer.chat_template = LOOP + turn + "{% endfor %}" + GENERATION
-        found = probe_prompts(setup, load_thresholds()).findings
+        found = probe_prompts(setup).findings
     written = [finding.code for finding in found if "the chat template writes" in finding.evidence]
     assert written == ["prompt/format"] * (content != CONTENT)

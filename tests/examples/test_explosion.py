@@ -12,7 +12,6 @@ from keel.config.schema import Config
 from keel.doctor.keel_subject import build_subject
 from keel.doctor.preflight import preflight
 from keel.doctor.probes.reference import probe_reference
-from keel.doctor.thresholds import load_thresholds
 
 pytestmark = pytest.mark.doctor
 
@@ -61,6 +60,6 @@ def test_the_two_rewards_by_hand(text: str, cliff: float, steps: float) -> None:
 
 def test_sums_against_means_are_explained() -> None:
     config = example("explosion_cured.yaml", "warmstart=null", "model.scorer=start_kl:sums_against_means")
-    (finding,) = probe_reference(build_subject(config), load_thresholds()).findings
+    (finding,) = probe_reference(build_subject(config)).findings
     assert finding.code == "kl/at-start"
     assert finding.cause.startswith("sums against means")

@@ -36,7 +36,6 @@ from keel.doctor.replies import (
     squeezed,
     stands_in,
 )
-from keel.doctor.thresholds import Thresholds
 from keel.envs.toolbox import ToolEpisode
 
 ALL = 0.99  # least share of the calls, for properties that must hold for almost all
@@ -72,7 +71,7 @@ class Property:
         return self.broken._replace(evidence=f"{len(wrong)} of {len(of)} calls {self.broken.evidence}: {shown}")
 
 
-def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def call_findings(setup: KeelSubject) -> Iterator[Finding]:
     """The first property that is violated, and leaked answers; nothing if no call of the batch was answered."""
     rows = replayed(setup)
     wrong = next((broken for row in PROPERTIES if (broken := row.judge(setup, rows))), None)
@@ -84,15 +83,15 @@ def call_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findin
             wrong.cause,
             "return the complete result of each call to its own episode (Episode.step, the tool's function), and let "
             "the chat template write messages of the role tool" + wrong.unless,
-            wrong.in_failures if wrong.in_failures is not None and _failing(setup, thresholds) else wrong.severity,
+            wrong.in_failures if wrong.in_failures is not None and _failing(setup) else wrong.severity,
         )
-    yield from _leaks(setup, rows, thresholds)
+    yield from _leaks(setup, rows)
 
 
-def _failing(setup: KeelSubject, thresholds: Thresholds) -> bool:
+def _failing(setup: KeelSubject) -> bool:
     parsed = fmean(reward.parsed for group in setup.groups for reward in group.rewards)
     cut = fmean(completion.stop_reason == "length" for group in setup.groups for completion in group.completions)
-    return parsed < thresholds["parse_rate_warning"] or cut > thresholds["truncated_completions_error"]
+    return parsed < setup.thresholds["parse_rate_warning"] or cut > setup.thresholds["truncated_completions_error"]
 
 
 # ------------------------------------------------------------------------ properties of a call's result
@@ -286,7 +285,7 @@ def _to_gold_turns(setup: KeelSubject, rows: Rows) -> set[str]:
     return set(replies_to_gold)
 
 
-def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[Finding]:
+def _leaks(setup: KeelSubject, rows: Rows) -> Iterator[Finding]:
     """Replies that contain the problem's answer even if the call is that of another problem."""
     task, pairs = setup.run.task, list[tuple[Problem, str]]()
     if task.prompts_only or not rows or not all(_holds(row.again, answer_of(setup, row.problem)) for row in rows):
@@ -298,7 +297,7 @@ def _leaks(setup: KeelSubject, rows: Rows, thresholds: Thresholds) -> Iterator[F
         with suppress(Exception):  # user code may raise anything
             reply = answers_again(setup, problem, turns[number % len(turns)])
             pairs += [] if reply is None else [(problem, contents(reply))]
-    for leak in leak_findings(setup, pairs, thresholds, of="replies to another problem's turn"):
+    for leak in leak_findings(setup, pairs, of="replies to another problem's turn"):
         yield replace(
             leak,
             cause="the environment returns the answer for any call, so copying it earns the reward",

@@ -25,11 +25,11 @@ def closed(subject: Subject, gap: float) -> float:
     return max((_LEFT_HALF if _of_16_bits(subject) else _LEFT) * gap, ROUNDING)
 
 
-def close(subject: Subject, differences: Tensor, thresholds: Thresholds) -> bool:
+def close(subject: Subject, differences: Tensor) -> bool:
     """Whether differences are rounding: by the largest one in fp32, by the mean in half precision."""
     if in_half_precision(subject):
-        return average(differences) <= thresholds["scoring_gap_half"]
-    return largest(differences) <= thresholds["scoring_gap"]
+        return average(differences) <= subject.thresholds["scoring_gap_half"]
+    return largest(differences) <= subject.thresholds["scoring_gap"]
 
 
 def in_half_precision(subject: Subject) -> bool:

@@ -18,7 +18,6 @@ from keel.doctor.findings import Finding, finding
 from keel.doctor.gap import eval_mode, in_half_precision, is_active_dropout, no_dropout
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.subject import Text, most_logits, perturbed_weights
-from keel.doctor.thresholds import Thresholds
 from keel.trainer.batch import score_micro
 
 ROUNDINGS = 8  # units of fp32 rounding, as in sums of hundreds of terms
@@ -109,11 +108,11 @@ def _own_logp(setup: KeelSubject, texts: Sequence[Text]) -> Tensor:
     return logp.gather(-1, ids[:, given:, None]).squeeze(-1)
 
 
-def gradient_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def gradient_findings(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """Check the gradient in training mode without autocast. If it is wrong, test whether evaluation mode fixes it."""
     narrow, setup.run.amp_dtype = setup.run.amp_dtype, None
     try:
-        limit = thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
+        limit = setup.thresholds["gradient_error_half" if in_half_precision(setup) else "gradient_error"]
         yield from _gradient_findings(setup, figures, limit)
     finally:
         setup.run.amp_dtype = narrow

@@ -17,7 +17,6 @@ from keel.base.types import Completion, Group, Problem
 from keel.doctor.evidence import level
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.thresholds import Thresholds
 from keel.run.build import build_renderer
 
 FEWEST, MOST, FIRST = 10, 32, 12  # number of problems: least, most, and at first
@@ -41,7 +40,7 @@ class AlignmentFit:
     prompts: int
 
 
-def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def alignment_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Answers that fit the prompt of another row, and not their own prompt.
 
     A model that cannot solve the task prefers no arrangement, and nothing is reported. Held-out problems are tested if
@@ -52,40 +51,39 @@ def alignment_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[F
         return
     draw = partial(task.sample, POOL, seed=seed)
     try:
-        trained = _fit(setup, draw, thresholds)
+        trained = _fit(setup, draw)
         if trained is not None and trained.which != OWN:
             yield _moved(trained, "data/misaligned", "")
             return
-        against_them = list(unrelated_findings(setup, _distinct(draw(step=0), MOST_PROMPTS), thresholds))
+        against_them = list(unrelated_findings(setup, _distinct(draw(step=0), MOST_PROMPTS)))
         yield from against_them
         if trained is not None and not against_them:
-            held_out = _fit(setup, lambda step: [] if step else task.held_out(POOL), thresholds)
+            held_out = _fit(setup, lambda step: [] if step else task.held_out(POOL))
             if held_out is not None and held_out.which != OWN:
                 yield _moved(held_out, "eval/train-gap", "held-out ")
     except (KeelError, NotImplementedError):
         return
 
 
-def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]], thresholds: Thresholds) -> AlignmentFit | None:
+def _fit(setup: KeelSubject, draw: Callable[..., Sequence[Problem]]) -> AlignmentFit | None:
     """The arrangement of answers that fits the prompts best, in batch order or by row number."""
     problems = _distinct(draw(step=0))
     few = likelihoods(setup, problems[:FIRST], gold_texts(setup, problems[:FIRST]))
     if len(few) >= FEWEST and (own := association(few, range(len(few)))) > deviations_of(0.01):
         return AlignmentFit(OWN, own, own, len(few))
-    in_batch = _best(setup, problems, lambda count: shifts(range(count), "in the batch"), thresholds)
+    in_batch = _best(setup, problems, lambda count: shifts(range(count), "in the batch"))
     if in_batch is not None:
         return in_batch
     rows = _rows(draw)
     numbers = sorted(rows)[max(0, (len(rows) - MOST) // 2) :][:MOST]  # the first rows may precede the shift
     chosen = [rows[number] for number in numbers]
-    return _best(setup, chosen, lambda count: shifts(numbers[:count], "in the data"), thresholds)
+    return _best(setup, chosen, lambda count: shifts(numbers[:count], "in the data"))
 
 
 def _best(
     setup: KeelSubject,
     problems: Sequence[Problem],
     arrangements: Callable[[int], Mapping[str, Partners]],
-    thresholds: Thresholds,
 ) -> AlignmentFit | None:
     """The best arrangement if it is significant (corrected for shifts, orders, training and held-out problems)."""
     likelihood = likelihoods(setup, problems, gold_texts(setup, problems))
@@ -97,7 +95,7 @@ def _best(
         return AlignmentFit(OWN, own, own, count)
     scores = {which: association(likelihood, partners) for which, partners in arrangements(count).items()}
     which = max(scores, key=scores.__getitem__)
-    by_chance = scores[which] <= deviations_of(level(thresholds) / (4 * len(scores)))
+    by_chance = scores[which] <= deviations_of(level(setup.thresholds) / (4 * len(scores)))
     return None if by_chance else AlignmentFit(which, scores[which], own, count)
 
 
@@ -205,7 +203,7 @@ class SettingChoice:
         return self.beyond_usual.gather(-1, self.own[:, None]).squeeze(-1)
 
 
-def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[Finding]:
     """With few distinct answers: gold answers that are less likely after their own prompts than after others."""
     golds = gold_texts(setup, problems)
     longest = LONGER * max(map(len, golds), default=0)
@@ -220,11 +218,11 @@ def unrelated_findings(setup: KeelSubject, problems: Sequence[Problem], threshol
         return
     choice = SettingChoice(likelihood, torch.tensor([texts.index(gold) for gold in golds[: len(likelihood)]]))
     # skip a model that writes other texts or ignores the prompt, and NaN
-    if not (choice.mass >= thresholds["answers_mass"] and choice.opinion >= thresholds["answers_opinion"]):
+    if not (choice.mass >= setup.thresholds["answers_mass"] and choice.opinion >= setup.thresholds["answers_opinion"]):
         return
     support = choice.support
     deviations = float(support.mean() / (support.std() / len(support) ** 0.5).clamp_min(1e-12))
-    if -deviations < deviations_of(level(thresholds, looks=2)):
+    if -deviations < deviations_of(level(setup.thresholds, looks=2)):
         return
     yield finding(
         "data/misaligned",

@@ -44,9 +44,9 @@ from keel.rollout.engine import ModelMismatch, StaleWeights
 
 
 def _probe(name: str, probe: Any, *codes: str, **how: Any) -> Measure:
-    """A measure from a probe, a function of (subject, thresholds)."""
+    """A measure from a probe, with the first line of its docstring."""
     about = (inspect.getdoc(probe) or "").splitlines()[0]
-    return Measure(name, lambda subject: probe(subject, subject.thresholds), about, codes, **how)
+    return Measure(name, probe, about, codes, **how)
 
 
 MEASURES: tuple[Measure, ...] = (

@@ -57,7 +57,7 @@ def _errors(subject: Any) -> Tensor:
     return (subject.score() - expected)[known]
 
 
-GAP = Gap(_errors, lambda subject, errors: close(subject, errors, subject.thresholds), closed)
+GAP = Gap(_errors, lambda subject, errors: close(subject, errors), closed)
 
 # ------------------------------------------------------------------------ explanations of a gap
 
@@ -400,10 +400,10 @@ def _of_gradient(subject: Any, exact: bool) -> list[Verdict]:
         return [Verdict.unchecked(["scoring/gradient"], why)]
     figures: dict[str, float] = {}
     try:
-        found = [*gradient_findings(subject, figures, subject.thresholds)]
+        found = [*gradient_findings(subject, figures)]
         if not found and exact and in_half_precision(subject):
             with in_float32(subject):
-                found = [*gradient_findings(subject, figures, subject.thresholds)]
+                found = [*gradient_findings(subject, figures)]
     except Exception as error:
         if not is_out_of_memory(error):
             raise

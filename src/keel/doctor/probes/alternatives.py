@@ -248,19 +248,19 @@ def _explanations(more: Draws, sampling: SamplingParams, others: Sequence[Altern
 
 
 def drawn_finding(
-    more: Draws, setup: KeelSubject, chance: float, others: Sequence[Alternative], odds: float, thresholds: Thresholds
+    more: Draws, setup: KeelSubject, chance: float, others: Sequence[Alternative], odds: float
 ) -> Finding:
     """The finding for the most likely distribution that the tokens do not reject."""
     sampling = setup.sampling
     size = f"the p-value of {len(more)} drawn tokens under the policy's distribution is {chance:.1g}"
-    if chance >= thresholds["sampler_draws"]:
+    if chance >= setup.thresholds["sampler_draws"]:
         size = f"{len(more)} drawn tokens are e^{odds:.3g} times more likely under other sampling options"
     small = more.where(torch.arange(len(more), device=more.tokens.device) < min(_TRIED, _ELEMENTS // setup.vocabulary))
     tried = sorted(_explanations(small, sampling, others), key=lambda entry: -entry.logp)
     better = (entry for entry in tried if entry.logp > -_unlikelihood(small, sampling))
     if setup.shared.get("reported") == "sampler/mismatch":  # no known distribution explains the reported values
-        better = (entry for entry in better if _agrees(entry, small, sampling, thresholds))
-    best = next((entry for entry in better if entry.explains(thresholds, setup.policy.eos_ids)), None)
+        better = (entry for entry in better if _agrees(entry, small, sampling, setup.thresholds))
+    best = next((entry for entry in better if entry.explains(setup.thresholds, setup.policy.eos_ids)), None)
     if best is not None:
         configured = (
             f"the configuration has rollout.temperature={sampling.temperature:g}, top_p={sampling.top_p:g} and "
@@ -295,7 +295,7 @@ def _unlikelihood(drawn: Draws, params: SamplingParams) -> float:
     return -float(drawn.logp(params).nan_to_num(neginf=-1e9).sum())
 
 
-def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) -> Finding:
+def configured_finding(setup: KeelSubject, more: Draws) -> Finding:
     """The finding for configured filters, under which samples are not from the policy's own distribution."""
     sampling = setup.sampling
     lost = more.logp(sampling) - more.logp(unfiltered(sampling))
@@ -307,7 +307,7 @@ def configured_finding(setup: KeelSubject, more: Draws, thresholds: Thresholds) 
         f"{100 * cut:.1f} % of the probability on average: KL(sampler‖policy) is {kl:.3g} nats per token",
         "completions come from the filtered distribution, but ratios and KL refer to the unfiltered policy",
         setting("set {} for training", whole_distribution(setup.config.to_dict())),
-        severity=_severity(kl, thresholds) if cut > thresholds["filtered_mass"] else "note",
+        severity=_severity(kl, setup.thresholds) if cut > setup.thresholds["filtered_mass"] else "note",
     )
 
 

@@ -27,7 +27,6 @@ from keel.doctor.probes.objective import ADVANTAGES, group_spreads, loss_gradien
 from keel.doctor.probes.reach import course
 from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, moved
 from keel.doctor.subject import backup
-from keel.doctor.thresholds import Thresholds
 from keel.losses import scale_rewards, zero_variance
 from keel.trainer.batch import StepBatch, rewards_of
 from keel.trainer.step import with_advantages
@@ -55,24 +54,24 @@ class Balance:
         return self.advantage / (self.kl * math.sqrt(2 * kl))
 
 
-def probe_balance(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_balance(setup: KeelSubject) -> Outcome:
     """Measure the equilibrium KL under the run's controller, the entropy bonus's share, and the scale of rewards."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("balance", unchecked=("kl/too-strong, entropy/too-strong: no update could be tried",))
     figures: dict[str, float] = {}
     lines: list[str] = []
-    findings = list(_entropy(setup, first, figures, thresholds))
+    findings = list(_entropy(setup, first, figures))
     measured = _balance(setup, first, figures)
     if measured is not None:
-        betas, levels = steered(setup, measured, thresholds["kl_equilibrium"])
+        betas, levels = steered(setup, measured, setup.thresholds["kl_equilibrium"])
         figures |= {"equilibrium": statistics.median(levels), "typical_beta": statistics.median(betas)}
         lines.append(
             f"balance: at β = {figures['typical_beta']:.3g} the KL term permits a KL to the reference of at most "
             f"{figures['equilibrium']:.2g} nats per completion"
         )
-        findings += _too_strong(setup, measured, figures, thresholds)
-    findings += _reward_scale(setup, figures, thresholds)
+        findings += _too_strong(setup, measured, figures)
+    findings += _reward_scale(setup, figures)
     if "entropy_share" in figures:
         lines.append(f"entropy bonus: {figures['entropy_share']:.0%} of the gradient")
     return Outcome("balance", tuple(findings), figures, tuple(lines))
@@ -182,10 +181,8 @@ def steered(setup: KeelSubject, balance: Balance, most: float) -> tuple[list[flo
     return betas, levels
 
 
-def _too_strong(
-    setup: KeelSubject, balance: Balance, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
-    limit, beta = thresholds["kl_equilibrium"], figures["typical_beta"]
+def _too_strong(setup: KeelSubject, balance: Balance, figures: dict[str, float]) -> Iterator[Finding]:
+    limit, beta = setup.thresholds["kl_equilibrium"], figures["typical_beta"]
     if not figures["equilibrium"] < limit:
         return
     tree, steers = setup.config.to_dict(), setup.config.kl.adapts_beta
@@ -210,7 +207,7 @@ def _too_strong(
     )
 
 
-def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _reward_scale(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """Find rewards far above a scale of 1 that nothing normalises, so that β or the entropy bonus has no effect."""
     rows, scale, kl = setup.whole.batch.rows, scale_rewards(setup.run.loss), setup.config.kl
     assert rows.rewards is not None
@@ -220,12 +217,12 @@ def _reward_scale(setup: KeelSubject, figures: dict[str, float], thresholds: Thr
     drowned = {name: value for name, value in terms.items() if value > 0 and (scale == "none" or name == "kl.beta")}
     if not bool(rows.rewards.isfinite().all()) or not drowned or (scale != "none" and not in_reward):
         return
-    spreads, limit = group_spreads(rows.rewards, rows.group), thresholds["reward_scale"]
+    spreads, limit = group_spreads(rows.rewards, rows.group), setup.thresholds["reward_scale"]
     if not len(spreads) or not float(spreads.max()) > limit:
         return
 
     def too_wide(spreads: Tensor) -> bool:
-        return least_typical(spreads, level(thresholds)) > limit
+        return least_typical(spreads, level(setup.thresholds)) > limit
 
     def undecided(groups: Sequence[Group]) -> bool:
         spreads = group_spreads(*rewards_of(groups))
@@ -270,9 +267,7 @@ def least_typical(spreads: Tensor, chance: float) -> float:
     return float(ordered[below - 1]) if below else 0.0
 
 
-def _entropy(
-    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
+def _entropy(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
     """The norm of the entropy bonus's gradient over that of the policy term, as if every group's rewards differed."""
     coefficient = setup.run.loss.entropy_coef
     if coefficient == 0.0:
@@ -292,7 +287,7 @@ def _entropy(
     if not policy > 0:
         return
     figures["entropy_share"] = bonus / (bonus + policy)
-    limit = thresholds["entropy_share"]
+    limit = setup.thresholds["entropy_share"]
     if figures["entropy_share"] <= limit or (not first.real_rewards and scale_rewards(setup.run.loss) == "none"):
         return
     advised = float(f"{coefficient * 0.05 * policy / bonus:.1g}")

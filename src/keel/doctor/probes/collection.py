@@ -40,14 +40,13 @@ from keel.doctor.probes.misfit import (
     unpaid_findings,
 )
 from keel.doctor.probes.model import golds, read_golds
-from keel.doctor.thresholds import Thresholds
 
 _NOT_FINITE = re.compile(r"(?:\bis|^returned) -?(?:nan|inf)\b")  # the value in a cause of `as_reward`
 # If no more can be sampled, no parsed one of this many completions, or no spread in this many groups, is a warning.
 _NONE_OF_COMPLETIONS, NONE_OF_GROUPS = 32, 8
 
 
-def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_collection(setup: KeelSubject) -> Outcome:
     """Measure parse rate, end rate, entropy relative to uniform, spread and cliffs of the rewards, on one batch."""
     rewards = [reward for group in setup.groups for reward in group.rewards]
     totals = [reward.total for reward in rewards]
@@ -67,26 +66,24 @@ def probe_collection(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     judged = judged_golds(setup)
     earned = [row.gold for row in judged] if setup.config.reward.aggregate == "sum" else []
     setup.shared["gold size"] = max(map(abs, earned), default=0.0) or 1.0
-    alignment, lacking = [*alignment_findings(setup, thresholds)], unpaid_golds(judged, thresholds)
-    of_gold = [
-        *(gold_findings(setup, judged, lacking, thresholds) if lacking else exploit_findings(setup, judged, thresholds))
-    ]
-    unpaid = [*unpaid_findings(setup, earned, thresholds)]  # judgements are limited, so gold answers come first
+    alignment, lacking = [*alignment_findings(setup)], unpaid_golds(judged, setup.thresholds)
+    of_gold = [*(gold_findings(setup, judged, lacking) if lacking else exploit_findings(setup, judged))]
+    unpaid = [*unpaid_findings(setup, earned)]  # judgements are limited, so gold answers come first
     findings = [
         *_failed(setup),
-        *random_findings(figures, setup.vocabulary, thresholds),
-        *misfit_findings(setup, figures, thresholds),
+        *random_findings(figures, setup.vocabulary, setup.thresholds),
+        *misfit_findings(setup, figures),
         *unpaid,
         *alignment,
-        *(() if alignment or unpaid else foreign_findings(setup, figures, earned, thresholds)),
+        *(() if alignment or unpaid else foreign_findings(setup, figures, earned)),
         *of_gold,
-        *([*_cliff(setup, earned, thresholds)] or empty_cliff_findings(setup, judged, thresholds)),
-        *_truncated(setup, thresholds),
-        *episode_findings(setup, thresholds),
-        *(() if any(found.code == "reward/exploit" for found in of_gold) else idle_findings(setup, thresholds)),
-        *_unparseable(setup, thresholds),
-        *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged), thresholds),
-        *rejudged_findings(setup, thresholds),
+        *([*_cliff(setup, earned)] or empty_cliff_findings(setup, judged)),
+        *_truncated(setup),
+        *episode_findings(setup),
+        *(() if any(found.code == "reward/exploit" for found in of_gold) else idle_findings(setup)),
+        *_unparseable(setup),
+        *_spread(setup, reward_scale(setup, judged), solved_at(setup, judged)),
+        *rejudged_findings(setup),
     ]
     lines = (
         f"collection: {len(rewards)} completions, {100 * figures['parse_rate']:.0f} % parse, "
@@ -138,23 +135,27 @@ def _failed(setup: KeelSubject) -> Iterator[Finding]:
 _LESS = "give malformed output a reward slightly below that of a wrong answer (−0.3 or 0), in graded steps"
 
 
-def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
+def _cliff(setup: KeelSubject, gold: Sequence[float]) -> Iterator[Finding]:
     """A reward cliff: most completions get a penalty as large as a right answer's reward, or some a far larger one."""
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     lowest, best = min(totals), max([*gold, *totals, 0.0])
     scale = best if best > 0 else abs(lowest)
     # no cliff if a right answer earns no more
-    if lowest >= 0 or (gold and max(gold) <= lowest + SAME) or -lowest < thresholds["reward_cliff_penalty"] * scale:
+    if (
+        lowest >= 0
+        or (gold and max(gold) <= lowest + SAME)
+        or -lowest < setup.thresholds["reward_cliff_penalty"] * scale
+    ):
         return
-    deep = -lowest >= thresholds["reward_cliff_depth"] * scale
+    deep = -lowest >= setup.thresholds["reward_cliff_depth"] * scale
 
     def at_the_bottom(group: Group) -> float:
         return fmean(reward.total <= lowest + SAME for reward in group.rewards)
 
-    steep = best > 0 and -lowest >= thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
+    steep = best > 0 and -lowest >= setup.thresholds["reward_cliff_steep"] * best and _drops(lowest, [*gold, *totals])
     mostly = "reward_cliff_share", "cliff_parsed"
-    alarm, usual = (thresholds[name] for name in (("healthy_solved",) * 2 if steep else mostly))
-    enough = 1.0 if deep else level(thresholds)  # one completion is enough for a very large penalty
+    alarm, usual = (setup.thresholds[name] for name in (("healthy_solved",) * 2 if steep else mostly))
+    enough = 1.0 if deep else level(setup.thresholds)  # one completion is enough for a very large penalty
     sampled = share_over(setup, "reward/cliff", at_the_bottom, alarm - SAME, usual, enough)
     if not deep and not sampled.sure:
         return
@@ -174,7 +175,7 @@ def _cliff(setup: KeelSubject, gold: Sequence[float], thresholds: Thresholds) ->
             "the update of its group"
         ),
         f"{_LESS}; reward.warmup_steps increases the weight of rewards gradually",
-        severity=None if deep or sampled.mean >= thresholds["reward_cliff_share"] else "warning",
+        severity=None if deep or sampled.mean >= setup.thresholds["reward_cliff_share"] else "warning",
     )
 
 
@@ -184,14 +185,14 @@ def _drops(lowest: float, totals: Sequence[float]) -> bool:
     return bool(others) and min(others) - lowest > max(others) - min(others)
 
 
-def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thresholds: Thresholds) -> Iterator[Finding]:
+def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold]) -> Iterator[Finding]:
     """No completion is at the cliff, but an empty one would earn a penalty far beyond a right answer's reward."""
     if not judged or setup.config.reward.aggregate != "sum":
         return
     empty, best = max(row.empty for row in judged), max(row.gold for row in judged)
     totals = [reward.total for group in setup.groups for reward in group.rewards]
     span = best - min((total for row in judged for total in row.others), default=best)
-    if best <= SAME * abs(empty) or -empty < thresholds["reward_cliff_depth"] * max(best, span):
+    if best <= SAME * abs(empty) or -empty < setup.thresholds["reward_cliff_depth"] * max(best, span):
         return
     if min(totals, default=0.0) > empty:
         yield finding(
@@ -205,12 +206,12 @@ def empty_cliff_findings(setup: KeelSubject, judged: Sequence[JudgedGold], thres
         )
 
 
-def _truncated(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _truncated(setup: KeelSubject) -> Iterator[Finding]:
     def cut(group: Group) -> float:
         return fmean(completion.stop_reason == "length" for completion in group.completions)
 
-    alarm, usual = thresholds["truncated_completions"], thresholds["healthy_truncated"]
-    sampled = share_over(setup, "output/truncated", cut, alarm, usual, level(thresholds))
+    alarm, usual = setup.thresholds["truncated_completions"], setup.thresholds["healthy_truncated"]
+    sampled = share_over(setup, "output/truncated", cut, alarm, usual, level(setup.thresholds))
     if not sampled.sure:
         return
     limit, turn = setup.config.rollout.max_completion_length, setup.config.rollout.max_turn_length
@@ -225,21 +226,21 @@ def _truncated(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
             times(setup.config.to_dict(), "rollout.max_turn_length", 2, "twice") if turn else "",
             "check the end token and rollout.stop",
         ),
-        severity="error" if sampled.mean > thresholds["truncated_completions_error"] else "warning",
+        severity="error" if sampled.mean > setup.thresholds["truncated_completions_error"] else "warning",
         share=sampled.mean,
     )
 
 
-def _unparseable(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _unparseable(setup: KeelSubject) -> Iterator[Finding]:
     def unread(group: Group) -> float:
         return fmean(not reward.parsed for reward in group.rewards)
 
-    healthy, alarm = thresholds["healthy_parsed"], 1 - thresholds["parse_rate_warning"]
-    sampled = share_over(setup, "output/unparseable", unread, alarm, 1 - healthy, level(thresholds))
+    healthy, alarm = setup.thresholds["healthy_parsed"], 1 - setup.thresholds["parse_rate_warning"]
+    sampled = share_over(setup, "output/unparseable", unread, alarm, 1 - healthy, level(setup.thresholds))
     groups, completions = sampled.groups, sum(len(group.rewards) for group in sampled.groups)
     if not sampled.sure and not (sampled.mean == 1 and completions >= _NONE_OF_COMPLETIONS):
         return
-    unstopped = parsed_without_stop(setup, thresholds)
+    unstopped = parsed_without_stop(setup)
     yield finding(
         "output/unparseable",
         f"none of {completions} completions of {len(groups)} problems can be parsed by the task (p-value "
@@ -254,19 +255,19 @@ def _unparseable(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding
         "separately"
         if unstopped is None
         else propose("set {}, or use stop texts that occur only after an answer or a call", {"rollout.stop": []}),
-        severity="error" if 1 - sampled.mean < thresholds["parse_rate"] and sampled.sure else "warning",
+        severity="error" if 1 - sampled.mean < setup.thresholds["parse_rate"] and sampled.sure else "warning",
         share=sampled.mean,
     )
 
 
-def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Thresholds) -> Iterator[Finding]:
+def _spread(setup: KeelSubject, scale: float, gold: float | None) -> Iterator[Finding]:
     """Groups with no or very little spread. Further groups are sampled until chance is excluded.
 
     The null hypothesis: a completion's reward differs from its group's usual one with probability `healthy_solved`.
     Small groups are often equal by chance, large ones are not.
     """
-    rare = thresholds["healthy_solved"]
-    smallest = max(thresholds["reward_spread"] * scale, SAME)
+    rare = setup.thresholds["healthy_solved"]
+    smallest = max(setup.thresholds["reward_spread"] * scale, SAME)
 
     def deviations(groups: Sequence[Group]) -> list[float]:
         return [pstdev(reward.total for reward in group.rewards) for group in groups]
@@ -277,22 +278,22 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
         return chance_of_all_but(differing, alike)
 
     def undecided(groups: Sequence[Group]) -> bool:
-        few = fmean(deviation < smallest for deviation in deviations(groups)) > thresholds["zero_variance_groups"]
-        return few and chance(groups) > level(thresholds)
+        few = fmean(deviation < smallest for deviation in deviations(groups)) > setup.thresholds["zero_variance_groups"]
+        return few and chance(groups) > level(setup.thresholds)
 
     if setup.failures:
         return
     groups = more_groups(setup, "reward/constant", undecided)
     spreads = deviations(groups)
     few = fmean(deviation < smallest for deviation in spreads)
-    in_doubt = chance(groups) > level(thresholds)
+    in_doubt = chance(groups) > level(setup.thresholds)
     none = max(spreads) <= SAME and len(groups) >= NONE_OF_GROUPS
-    if few <= thresholds["zero_variance_groups"] or (in_doubt and not none):
+    if few <= setup.thresholds["zero_variance_groups"] or (in_doubt and not none):
         return
     flat = fmean(deviation <= SAME for deviation in spreads)
     more = times(setup.config.to_dict(), "rollout.num_generations", 2, "twice")
     by_chance = f"p-value {chance(groups):.1g} if one in {1 / rare:.0f} completions earns another reward"
-    if flat <= thresholds["zero_variance_groups"]:
+    if flat <= setup.thresholds["zero_variance_groups"]:
         yield finding(
             "reward/weak",
             f"the mean standard deviation within groups is {fmean(spreads):.3g} on {len(groups)} groups, and under "
@@ -312,7 +313,7 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
         if gold is not None
         else [0.0]
     )
-    if at_least(means, level(thresholds)) > 1 - thresholds["healthy_parsed"] and fmean(means) > 1 - rare:
+    if at_least(means, level(setup.thresholds)) > 1 - setup.thresholds["healthy_parsed"] and fmean(means) > 1 - rare:
         yield finding(
             "reward/constant",
             f"{same}: {between(means)} of the completions earn as much as a gold answer",
@@ -334,9 +335,9 @@ def _spread(setup: KeelSubject, scale: float, gold: float | None, thresholds: Th
 # ------------------------------------------------------------------------ length limits
 
 
-def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_truncation(setup: KeelSubject) -> Outcome:
     """Shares of the batch at the length limits. The collection probe reports truncated completions."""
-    limit, near = setup.config.rollout.max_completion_length, thresholds["near_limit_from"]
+    limit, near = setup.config.rollout.max_completion_length, setup.thresholds["near_limit_from"]
     completions = [c for group in setup.groups for c in group.completions]
     lengths = [len(c.tokens) for c in completions]
     prompts = [len(group.prompt_tokens) for group in setup.groups]
@@ -354,7 +355,7 @@ def probe_truncation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         f"{figures['prompts_cut']:.0%} cut, longest {max(prompts)}"
         + (f" of {longest_prompt}" if longest_prompt is not None else ""),
     )
-    return Outcome("truncation", tuple(_cut_prompts(figures, setup, thresholds)), figures, lines)
+    return Outcome("truncation", tuple(_cut_prompts(figures, setup)), figures, lines)
 
 
 def _prompt_limit(setup: KeelSubject) -> int | None:
@@ -365,9 +366,9 @@ def _prompt_limit(setup: KeelSubject) -> int | None:
     return None if context is None else context - setup.config.rollout.max_completion_length
 
 
-def _cut_prompts(figures: dict[str, float], setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _cut_prompts(figures: dict[str, float], setup: KeelSubject) -> Iterator[Finding]:
     share = figures["prompts_cut"]
-    if share <= thresholds["truncated_prompts"]:
+    if share <= setup.thresholds["truncated_prompts"]:
         return
     yield finding(
         "prompt/truncated",
@@ -377,5 +378,5 @@ def _cut_prompts(figures: dict[str, float], setup: KeelSubject, thresholds: Thre
             times(setup.config.to_dict(), "data.max_prompt_length", 2, "twice"),
             "filter long problems out of the data",
         ),
-        severity="error" if share > thresholds["truncated_prompts_error"] else "warning",
+        severity="error" if share > setup.thresholds["truncated_prompts_error"] else "warning",
     )

@@ -10,7 +10,6 @@ from keel.base.errors import first_line
 from keel.doctor.advice import no_penalty
 from keel.doctor.findings import Finding, finding, propose
 from keel.doctor.keel_subject import KeelSubject
-from keel.doctor.thresholds import Thresholds
 from keel.kl.controllers import UNITS, RuleController, controller_from_options
 
 LEVELS = (1e-4, 0.05, 10.0)  # measured KL to test with: almost none, a usual one, a KL explosion
@@ -26,16 +25,12 @@ IDLE = 0.005  # relative change of β over a run below which a controller has no
 MOST_STEPS = 2_000
 
 
-def controller_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> list[Finding]:
+def controller_findings(setup: KeelSubject, figures: dict[str, float]) -> list[Finding]:
     """Report invalid coefficients first, then unreachable targets, then β over the run's steps."""
-    return (
-        [*steered(setup, figures, thresholds)]
-        or [*_targets(setup, thresholds)]
-        or [*over_the_run(setup, figures, thresholds)]
-    )
+    return [*steered(setup, figures)] or [*_targets(setup)] or [*over_the_run(setup, figures)]
 
 
-def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def steered(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """β at the start and after every update, for a small, usual and very large KL, and for steps without one."""
     name, configured = setup.config.kl.controller.name, setup.config.kl.beta
     figures |= {"beta_start": math.nan, "beta_most": math.nan}
@@ -50,7 +45,7 @@ def steered(setup: KeelSubject, figures: dict[str, float], thresholds: Threshold
         return
     every = [start, *(beta for betas in series.values() for beta in betas)]
     figures |= {"beta_start": start, "beta_most": max(every)}
-    limit = max(thresholds["controller_beta"], 10 * configured)
+    limit = max(setup.thresholds["controller_beta"], 10 * configured)
     acting = [max((i + 1 for i, beta in enumerate(betas) if beta > 0), default=0) for betas in series.values()]
     wrong = next(((level, i, b) for level, betas in series.items() for i, b in enumerate(betas) if not b >= 0), None)
     growing = max(limit, start)  # the balance probe checks a large initial β
@@ -105,14 +100,17 @@ def _at(level: float, update: int, beta: float) -> str:
     return f"β = {beta:.3g} after {update + 1} updates at a KL of {level:g}"
 
 
-def _targets(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _targets(setup: KeelSubject) -> Iterator[Finding]:
     """A target that is too high never raises β; one that is too low raises it before anything is learned."""
     options, controller = setup.config.kl.controller, setup.run.controller
     target = (options.model_extra or {}).get("target")
     if not isinstance(target, int | float) or not setup.config.kl.adapts_beta:
         return
     length = setup.completion_length
-    most, least = max(thresholds["kl_explosion_floor"] * length, thresholds["kl_explosion"]), thresholds["reach_least"]
+    most, least = (
+        max(setup.thresholds["kl_explosion_floor"] * length, setup.thresholds["kl_explosion"]),
+        setup.thresholds["reach_least"],
+    )
     tokens = 1.0 if controller.unit == "per_sequence" else length
     start = float(controller.init().base)
     lax = target * tokens > most and max(_betas(setup, most / tokens)) <= start
@@ -153,7 +151,7 @@ def _betas(setup: KeelSubject, level: float) -> list[float]:
     return betas
 
 
-def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def over_the_run(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """Find a β whose warm-up outlasts the run, that follows the noise of single steps, or that hardly changes."""
     kl, controller = setup.config.kl, setup.run.controller
     steps = min(setup.config.run.max_steps, MOST_STEPS)
@@ -179,10 +177,10 @@ def over_the_run(setup: KeelSubject, figures: dict[str, float], thresholds: Thre
         swing = high / low if low > 0 else math.inf if high > 0 else 1.0
         figures |= {"beta_swing": swing, "beta_steered": max(far) / start if start > 0 else math.inf}
         leap = max(FELT, MANY_FOLD * start) if start > 0 else math.inf
-        if swing > thresholds["controller_swing"] and high > min(leap, thresholds["beta_strong"]):
+        if swing > setup.thresholds["controller_swing"] and high > min(leap, setup.thresholds["beta_strong"]):
             evidence = (
                 f"{name} takes β from {low:.2g} to {high:.3g} and back while the KL varies by a quarter around its "
-                f"target of {level:g} (a factor of more than {thresholds['controller_swing']:g})"
+                f"target of {level:g} (a factor of more than {setup.thresholds['controller_swing']:g})"
             )
             cause = (
                 "the controller reacts to noise: β is almost 0 at one step and dominates the update a few steps later"

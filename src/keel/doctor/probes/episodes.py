@@ -15,7 +15,6 @@ from keel.doctor.evidence import LOOKS, SAME, at_most, between, chance_above, le
 from keel.doctor.findings import Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.replies import answers, contents, first_turn, is_useless, played_again, replies, stands_in
-from keel.doctor.thresholds import Thresholds
 from keel.envs.episode import Transcript
 
 BEYOND = 3  # multiple of rollout.max_turns for which an episode is continued
@@ -23,12 +22,12 @@ BEYOND = 3  # multiple of rollout.max_turns for which an episode is continued
 REPLAYED, SECONDS = 16, 5.0
 
 
-def episode_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def episode_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Check tool results and endings; skipped for single-turn tasks and if a reward or the environment failed."""
     if not setup.run.task.multi_turn or setup.failures:
         return
-    yield from [*call_findings(setup, thresholds)] or _failing(setup, thresholds)
-    yield from _unfinished(setup, thresholds)
+    yield from [*call_findings(setup)] or _failing(setup)
+    yield from _unfinished(setup)
 
 
 # ------------------------------------------------------------------------ tool results
@@ -51,12 +50,12 @@ def _useless(group: Group, tokenizer: Any, turn: int) -> float | None:
     return min(1.0, sum(wrong for _, wrong in shares) / total) if total else None
 
 
-def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _failing(setup: KeelSubject) -> Iterator[Finding]:
     """Most replies are errors or empty, significantly above `tool_errors`; a problem is one observation.
 
     If some are, groups are sampled until the share is significantly above or below the limit.
     """
-    tokenizer, limit = setup.policy.tokenizer, thresholds["tool_errors"]
+    tokenizer, limit = setup.policy.tokenizer, setup.thresholds["tool_errors"]
     turn = setup.config.rollout.max_turn_length or setup.config.rollout.max_completion_length
 
     def useless(groups: Sequence[Group]) -> list[float]:
@@ -65,7 +64,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
 
     def by_chance(groups: Sequence[Group]) -> bool:
         # the look at single completions is one more
-        return chance_above(useless(groups), limit) > level(thresholds, LOOKS + 1)
+        return chance_above(useless(groups), limit) > level(setup.thresholds, LOOKS + 1)
 
     def over(groups: Sequence[Group]) -> bool:
         return fmean(useless(groups) or [0.0]) > limit
@@ -91,7 +90,7 @@ def _failing(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         else "the tool fails, or the model's calls have a wrong format",
         "fix the tool so that it returns a text for every allowed argument; if the calls are wrong, add a warmstart "
         "section on gold episodes",
-        severity="error" if fmean(useless(groups)) > thresholds["tool_errors_error"] else "warning",
+        severity="error" if fmean(useless(groups)) > setup.thresholds["tool_errors_error"] else "warning",
     )
 
 
@@ -117,22 +116,22 @@ def unfinished(setup: KeelSubject, group: Group) -> list[bool]:
     return known.get(key, [])
 
 
-def _unfinished(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _unfinished(setup: KeelSubject) -> Iterator[Finding]:
     """Nearly all episodes end at the turn limit and not by themselves, significantly above `healthy_truncated`.
 
     Games with a fixed number of turns are judged at that point and do not count.
     """
-    alarm, healthy = thresholds["truncated_completions_error"], thresholds["healthy_truncated"]
+    alarm, healthy = setup.thresholds["truncated_completions_error"], setup.thresholds["healthy_truncated"]
 
     def share(group: Group) -> float | None:
         return fmean(ended) if (ended := unfinished(setup, group)) else None
 
-    sampled = share_over(setup, "output/truncated", share, alarm, healthy, level(thresholds))
+    sampled = share_over(setup, "output/truncated", share, alarm, healthy, level(setup.thresholds))
     if not sampled.sure:
         return
     rows = [pair for group in sampled.groups for pair in zip(unfinished(setup, group), group.rewards, strict=False)]
     judged = fmean(reward.parsed for open_ended, reward in rows if open_ended)
-    if judged > thresholds["parse_rate_warning"] and not _goes_on(setup):
+    if judged > setup.thresholds["parse_rate_warning"] and not _goes_on(setup):
         return
     turns = setup.config.rollout.max_turns
     yield finding(
@@ -167,7 +166,7 @@ EPISODES = 4  # number of episodes that are played again
 Totals = tuple[float, float]  # rewards of a completion, judged twice
 
 
-def rejudged_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def rejudged_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Judge again in reverse and in the same order. Episodes of several turns are played again, each alone."""
     if setup.failures or setup.config.reward.shuffle is not None:
         return
@@ -181,7 +180,7 @@ def rejudged_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Fi
         "reward/nondeterministic",
         f"the same completions, judged again, earn rewards that differ by up to {worst:.3g}",
         "the reward is random, or depends on the order of completions or on earlier calls"
-        if worst > thresholds["reward_spread"] * largest
+        if worst > setup.thresholds["reward_spread"] * largest
         else "a small part of the reward may be random, or depend on earlier calls",
         "let the reward depend only on the problem and the text",
     )

@@ -15,7 +15,6 @@ from keel.doctor.measure import Outcome
 from keel.doctor.probes.problems import held_out_problems, training_steps
 from keel.doctor.recording import RecordingEngine
 from keel.doctor.rendering import rendered
-from keel.doctor.thresholds import Thresholds
 from keel.envs.judge import Judge
 from keel.eval.evaluate import evaluate
 from keel.kl import exact_kl
@@ -79,7 +78,7 @@ def mean_kl(first: Tensor, second: Tensor) -> float:
 LEAST_CHOICE = math.log(2)  # least entropy, in nats, of a group's completions after the first
 
 
-def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_exploration(setup: KeelSubject) -> Outcome:
     """Compare the entropy of the sampling distribution with the policy's at temperature 1, at the visited states."""
     sampling = setup.built.sampling
     own = state_logits(setup, setup.policy.model, temperature=1.0)
@@ -96,7 +95,7 @@ def probe_exploration(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         f"at temperature 1 without filters; the sampling distribution is {figures['kl_drawn']:.2g} nats per token "
         "from the policy"
     )
-    return Outcome("exploration", tuple(_findings(setup, figures, thresholds)), figures, (line,))
+    return Outcome("exploration", tuple(_findings(setup, figures)), figures, (line,))
 
 
 def drawn_logits(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -116,7 +115,7 @@ def entropy(logits: Tensor) -> float:
     return max(0.0, float(-(logp.exp() * logp).nan_to_num(0.0).sum(-1).mean()))
 
 
-def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     rollout = setup.config.rollout
     own, drawn = figures["entropy_own"], figures["entropy_drawn"]
     names = ("temperature", "top_p", "top_k", "min_p")
@@ -128,23 +127,24 @@ def _findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
     if not chosen:
         return
     spread = own * setup.completion_length * (rollout.num_generations - 1)
-    differs = own > thresholds["entropy_collapse"] and spread > LEAST_CHOICE
-    if differs and drawn < thresholds["exploration_least"] * own:
+    differs = own > setup.thresholds["entropy_collapse"] and spread > LEAST_CHOICE
+    if differs and drawn < setup.thresholds["exploration_least"] * own:
         yield finding(
             "rollout/temperature",
             f"the sampling distribution has an entropy of {drawn:.2g} nats per token, and the policy {own:.2g} at "
-            f"temperature 1: {drawn / own:.1%} of the entropy is left (under {thresholds['exploration_least']:.0%})",
+            f"temperature 1: {drawn / own:.1%} of the entropy is left (under "
+            f"{setup.thresholds['exploration_least']:.0%})",
             f"with {options}, the completions of a group become nearly equal, so their rewards cannot be compared",
             propose("set {}", {**warm, **unfiltered(tree)}),
             # below LEAST_CHOICE, completions of a group are near copies in any case
             severity=None if own * setup.completion_length > LEAST_CHOICE else "warning",
         )
-    elif drawn > own and figures["kl_drawn"] > thresholds["exploration_noise"]:
+    elif drawn > own and figures["kl_drawn"] > setup.thresholds["exploration_noise"]:
         yield finding(
             "rollout/temperature",
             f"the sampling distribution is {figures['kl_drawn']:.2g} nats per token from the policy at temperature 1 "
-            f"(over {thresholds['exploration_noise']:g}): its entropy is {drawn:.2g} nats per token, the policy's is "
-            f"{own:.2g}, and that of uniform sampling is {figures['entropy_uniform']:.2g}",
+            f"(over {setup.thresholds['exploration_noise']:g}): its entropy is {drawn:.2g} nats per token, the "
+            f"policy's is {own:.2g}, and that of uniform sampling is {figures['entropy_uniform']:.2g}",
             f"with {options}, samples are mostly noise, so rewards say little about the policy",
             propose("set {}", {"rollout.temperature": 1.0}),
         )
@@ -156,7 +156,7 @@ _MIN_PROMPTS = 6  # prompts needed on either side to compare their common beginn
 _HELD_OUT = 32
 
 
-def probe_evaluation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_evaluation(setup: KeelSubject) -> Outcome:
     """Compare the engine's requests in training and evaluation: tokens, sampling options, common beginnings."""
     problems = [group.problem for group in setup.groups]
     trained = {group.problem.key: group.prompt_tokens for group in setup.groups}
@@ -178,7 +178,7 @@ def probe_evaluation(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     evaluate(collector, problems, temperature=temperature)
     findings = [
         *_tokens(recorder, trained),
-        *_noise(setup, recorder.sampling, thresholds),
+        *_noise(setup, recorder.sampling),
         *_beginnings(setup),
     ]
     same = sum(request.tokens == trained[request.key] for request in recorder.first)
@@ -201,13 +201,13 @@ def _tokens(recorder: RecordingEngine, trained: dict[str, tuple[int, ...]]) -> I
     )
 
 
-def _noise(setup: KeelSubject, used: SamplingParams | None, thresholds: Thresholds) -> Iterator[Finding]:
+def _noise(setup: KeelSubject, used: SamplingParams | None) -> Iterator[Finding]:
     """Find an evaluation whose higher temperature makes its samples noise; exact at the visited states."""
     if used is None or not setup.config.eval.every or not used.temperature > setup.temperature > 0:
         return
     own = state_logits(setup, setup.policy.model, temperature=1.0)
     evaluated, trained = (drawn_logits(own, sampling) for sampling in (used, setup.built.sampling))
-    apart, limit = mean_kl(evaluated, own), thresholds["exploration_noise"]
+    apart, limit = mean_kl(evaluated, own), setup.thresholds["exploration_noise"]
     if not apart > limit or not entropy(evaluated) > max(entropy(trained), entropy(own)):
         return
     yield finding(

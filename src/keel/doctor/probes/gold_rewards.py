@@ -189,12 +189,10 @@ def _by_chance(judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], thre
     return chance_above(unpaid, thresholds["gold_unpaid"]) > level(thresholds)
 
 
-def gold_findings(
-    setup: KeelSubject, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold], thresholds: Thresholds
-) -> Iterator[Finding]:
+def gold_findings(setup: KeelSubject, judged: Sequence[JudgedGold], lacking: Sequence[JudgedGold]) -> Iterator[Finding]:
     """The finding for the gold answers of `unpaid_golds`."""
     totals = [total for row in judged for total in (row.gold, row.empty, *row.others)]
-    scale, (margin, rounding) = max(map(abs, totals)), _margins(judged, thresholds)
+    scale, (margin, rounding) = max(map(abs, totals)), _margins(judged, setup.thresholds)
     if over := _over_before(setup, lacking):
         yield _unheard(over, judged)
         return
@@ -204,7 +202,7 @@ def gold_findings(
     if form is None and (paid := _whatever_is_said(lacking, totals, rounding)):
         yield _textless(judged, paid)
         return
-    found = _explained(setup, judged, lacking, margin, _by_chance(judged, lacking, thresholds), form)
+    found = _explained(setup, judged, lacking, margin, _by_chance(judged, lacking, setup.thresholds), form)
     trifles = rounding < max(totals) - min(totals) <= TRIFLE * scale
     # such small differences matter only if advantages amplify them, which is a finding too
     yield replace(found, severity="warning") if trifles and found.severity == "error" else found

@@ -19,7 +19,6 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import mean_kl, policy_states, reference_states
 from keel.doctor.probes.update import loss_gradients
-from keel.doctor.thresholds import Thresholds
 from keel.kl import advise
 from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK, divergence_of
 from keel.losses import scale_rewards
@@ -99,7 +98,7 @@ NEAR_KL = 1e-4  # nats per token near the start of a run
 ROUNDING = 1e-12  # nats per token; a smaller KL in fp64 is rounding
 
 
-def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_kl_term(setup: KeelSubject) -> Outcome:
     """Measure the configured term's gradient: direction, size, its share of the total, and β for other shares."""
     config, kl = setup.config, setup.run.kl
     unneeded = _unneeded(setup)
@@ -117,13 +116,13 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
             together = "kl/no-gradient, kl/reversed: the perturbed policy and the reference are equal (see reference)"
             return Outcome("kl_term", unneeded, figures, unchecked=(together,))
         norms = gradient_norms(setup)
-    named = thresholds["kl_gradient_named"]
+    named = setup.thresholds["kl_gradient_named"]
     few = slice(None, None, max(1, len(policy) * setup.vocabulary // MEASURED_ELEMENTS))
     measure = partial(measure_term, policy[few], reference[few], kl, setup.run.pairing, named=named)
     measured = measure()
     if is_import_path(config.kl.estimator):  # a user's estimator may be zero within the KL range of training
         near = measure(target=NEAR_KL)
-        measured = near if near.size < thresholds["kl_gradient_zero"] else measured
+        measured = near if near.size < setup.thresholds["kl_gradient_zero"] else measured
     if measured.kl < ROUNDING:
         certain = "kl/no-gradient, kl/reversed: the policy is certain of every token, so its KL is only rounding"
         return Outcome("kl_term", unneeded, figures, unchecked=(certain,))
@@ -136,7 +135,7 @@ def probe_kl_term(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     lines = [_gradient_line(setup, measured), norms.line(setup.full_beta, SHARES, figures["kl_perturbed"])]
     if not used:
         return Outcome("kl_term", unneeded, figures, ("kl.beta is 0: no KL term acts; " + lines[1],))
-    findings = (*_findings(setup, measured, thresholds), *_reward_scale(setup, figures), *unneeded)
+    findings = (*_findings(setup, measured), *_reward_scale(setup, figures), *unneeded)
     return Outcome("kl_term", findings, figures, tuple(lines))
 
 
@@ -160,13 +159,13 @@ def _gradient_line(setup: KeelSubject, measured: MeasuredGradient) -> str:
     )
 
 
-def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresholds) -> Iterator[Finding]:
+def _findings(setup: KeelSubject, measured: MeasuredGradient) -> Iterator[Finding]:
     """Findings about the configured term. A user's estimator must have a KL's gradient, Keel's the configured one."""
     expected = _expected(setup)
     asked = KLS if is_import_path(setup.config.kl.estimator) else DIVERGENCES
     expected = expected if expected in asked else None
     size = f"{measured.size:.3g} times the size of ∇KL(policy‖ref), cosine {measured.cosine:.3f}"
-    if measured.size < thresholds["kl_gradient_zero"]:
+    if measured.size < setup.thresholds["kl_gradient_zero"]:
         yield finding(
             "kl/no-gradient",
             f"the expected gradient, summed over the vocabulary at {measured.states} visited states, is {size} (at "
@@ -180,9 +179,9 @@ def _findings(setup: KeelSubject, measured: MeasuredGradient, thresholds: Thresh
         return
     beta = setup.full_beta
     allowed = KLS if expected is None else (expected,)
-    if measured.name in allowed and abs(measured.factor - 1) <= thresholds["kl_gradient_named"]:
+    if measured.name in allowed and abs(measured.factor - 1) <= setup.thresholds["kl_gradient_named"]:
         return
-    near = measured.name is None and POLICY_REF in allowed and measured.cosine > thresholds["kl_gradient_cosine"]
+    near = measured.name is None and POLICY_REF in allowed and measured.cosine > setup.thresholds["kl_gradient_cosine"]
     if near or (measured.name in allowed and measured.factor > 0):
         factor = measured.size if near else measured.factor
         along = (GRADIENT_MEANINGS[POLICY_REF] if near else measured.meaning).partition(":")[0]

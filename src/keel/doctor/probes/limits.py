@@ -18,7 +18,6 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.measure import Outcome
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.probes.update import FirstUpdate, moved, one_digit
-from keel.doctor.thresholds import Thresholds
 from keel.losses import LossOptions
 from keel.losses.mismatch import behaviour_logp, mismatch_weights
 from keel.trainer.batch import StepBatch
@@ -26,7 +25,7 @@ from keel.trainer.batch import StepBatch
 SCATTER = 0.1  # least step-to-step variation of gradient norms
 
 
-def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_limits(setup: KeelSubject) -> Outcome:
     """Check that the configured limits leave room for the least movement that learning needs."""
     first: FirstUpdate | None = setup.of_batch.pop("update", None)  # removed, since no later probe uses its gradients
     if first is None or not (math.isfinite(first.loss) and first.peak_kl > 0):
@@ -34,20 +33,18 @@ def probe_limits(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         return Outcome("limits", unchecked=(f"{codes}: no update could be tried",))
     figures: dict[str, float] = {}
     findings = (
-        *_rejects(setup, first, figures, thresholds),
-        *clip_findings(setup, figures, thresholds),
-        *_skips(setup, figures, thresholds),
-        *_budget(setup, first, thresholds),
-        *_too_old(setup, first, figures, thresholds),
+        *_rejects(setup, first, figures),
+        *clip_findings(setup, figures),
+        *_skips(setup, figures),
+        *_budget(setup, first),
+        *_too_old(setup, first, figures),
         *_triggered(setup, first),
-        *_left_out(setup, figures, thresholds),
+        *_left_out(setup, figures),
     )
     return Outcome("limits", findings, figures)
 
 
-def _rejects(
-    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
+def _rejects(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
     """The share of completions over kl.collect_max after the policy has moved by `kl_not_learning`.
 
     Samples of the moved policy scored by the reference are replaced by samples of the old policy scored by the moved
@@ -56,7 +53,7 @@ def _rejects(
     limit = setup.config.kl.collect_max
     if limit is None or setup.run.reference is None:
         return
-    distance, most = thresholds["kl_not_learning"], thresholds["rejected_most"]
+    distance, most = setup.thresholds["kl_not_learning"], setup.thresholds["rejected_most"]
     ratios: list[Tensor] = []  # [completions] for each group
 
     def shares(groups: Sequence[Group]) -> list[float]:
@@ -70,13 +67,13 @@ def _rejects(
         return chance_above(shares(groups), most)
 
     def undecided(groups: Sequence[Group]) -> bool:
-        return fmean(shares(groups)) > most and chance_of(groups) > level(thresholds)
+        return fmean(shares(groups)) > most and chance_of(groups) > level(setup.thresholds)
 
     groups = more_groups(setup, "kl/rejects-all", undecided)
     chance, values = chance_of(groups), torch.cat(ratios)
     over, count = int((values > limit).sum()), len(values)
     figures["rejected"] = over / count
-    if chance > level(thresholds):
+    if chance > level(setup.thresholds):
         return
     usual = float(f"{max(10 * distance, 5 * float(values.abs().quantile(0.9))):.1g}")
     yield finding(
@@ -105,24 +102,24 @@ def _log_ratios(setup: KeelSubject, first: FirstUpdate, batch: StepBatch, level:
     return values.mean() + math.sqrt(min(1.0, shorter)) * (values - values.mean())
 
 
-def _skips(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _skips(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """The spike guard's skip rate on log-normal gradient norms with the least usual variation."""
     guards, spike = setup.config.guards, setup.run.limits.grad_spike
     if guards.on_spike != "skip":
         return
     figures["skipped"] = 0.5 * math.erfc(math.log(max(spike, 1e-9)) / SCATTER / math.sqrt(2))
-    if not figures["skipped"] > thresholds["skipped_most"]:
+    if not figures["skipped"] > setup.thresholds["skipped_most"]:
         return
     yield finding(
         "guard/skips-all",
         f"if gradient norms vary by {SCATTER:.0%} from step to step, guards.grad_spike={spike:g} with on_spike=skip "
-        f"skips {figures['skipped']:.0%} of the updates (over {thresholds['skipped_most']:.0%})",
+        f"skips {figures['skipped']:.0%} of the updates (over {setup.thresholds['skipped_most']:.0%})",
         "ordinary norms count as spikes; skipped norms are left out of the running median, which then falls further",
         propose("set {}, or {}", {"guards.grad_spike": 10.0}, {"guards.on_spike": "warn"}),
     )
 
 
-def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> Iterator[Finding]:
+def _budget(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
     """A KL budget that stops or rolls back the run before anything can be learned."""
     budget = setup.config.kl.budget
     if budget is None or budget.action == "warn":
@@ -130,10 +127,10 @@ def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> I
     length = setup.completion_length
     allowed = budget.max * (length if budget.unit == "per_token" else 1.0)
     update = first.peak_kl * setup.run.optimizer.schedule(0) ** 2 * length
-    least = thresholds["reach_least"]
+    least = setup.thresholds["reach_least"]
     if allowed >= max(least, update):
         return
-    advised = float(f"{thresholds['kl_over_budget'] * (1.0 if budget.unit == 'per_token' else length):.1g}")
+    advised = float(f"{setup.thresholds['kl_over_budget'] * (1.0 if budget.unit == 'per_token' else length):.1g}")
     yield finding(
         "guard/skips-all",
         f"kl.budget.max={budget.max:g} allows {allowed:.2g} nats per completion; the first update alone uses "
@@ -143,9 +140,7 @@ def _budget(setup: KeelSubject, first: FirstUpdate, thresholds: Thresholds) -> I
     )
 
 
-def _too_old(
-    setup: KeelSubject, first: FirstUpdate, figures: dict[str, float], thresholds: Thresholds
-) -> Iterator[Finding]:
+def _too_old(setup: KeelSubject, first: FirstUpdate, figures: dict[str, float]) -> Iterator[Finding]:
     """Samples so old that updates have moved the policy too far from the one that drew them.
 
     Over a few steps, updates are a random walk. Over many, their directions add up.
@@ -153,14 +148,14 @@ def _too_old(
     run = setup.run
     age = min(run.rollout.max_staleness, setup.config.run.max_steps)
     per_step = first.peak_kl * run.loss.num_iterations * run.optim.minibatches
-    deep = age > thresholds["sample_age"]  # up to `sample_age` steps, the limit is that of one update
+    deep = age > setup.thresholds["sample_age"]  # up to `sample_age` steps, the limit is that of one update
     # over many steps, distances add up and the KL grows quadratically
     figures["sample_age_kl"] = (age * age if deep else age) * per_step
-    limit = thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
-    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > thresholds["kl_per_update_peak"]:
+    limit = setup.thresholds["sampler_kl_error" if deep else "kl_per_update_peak"]
+    if age == 0 or not figures["sample_age_kl"] > limit or first.peak_kl > setup.thresholds["kl_per_update_peak"]:
         return  # optim/lr-too-high reports updates that are too large
-    younger = min(int(thresholds["sample_age"]) // 2, int(limit / thresholds["update_margin"] / per_step))
-    slower = math.sqrt(limit / thresholds["update_margin"] / figures["sample_age_kl"])
+    younger = min(int(setup.thresholds["sample_age"]) // 2, int(limit / setup.thresholds["update_margin"] / per_step))
+    slower = math.sqrt(limit / setup.thresholds["update_margin"] / figures["sample_age_kl"])
     yield finding(
         "sampler/too-old",
         f"samples may be {age} steps old; in these, updates of {first.peak_kl:.2g} nats per token each move the "
@@ -198,7 +193,7 @@ def _triggered(setup: KeelSubject, first: FirstUpdate) -> Iterator[Finding]:
     )
 
 
-def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _left_out(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """Tokens whose importance weight lies outside the limits of loss.mismatch, which sets it to 0."""
     options, logp = setup.run.loss.mismatch, setup.logp()
     sampled = behaviour_logp(setup.batch.rows, logp, options.level)
@@ -207,7 +202,7 @@ def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
     zero = (mismatch_weights(logp, sampled, setup.mask, options) == 0) & setup.mask
     shares = (zero.sum(-1) / setup.mask.sum(-1).clamp(min=1)).tolist()  # completions are independent, tokens are not
     figures["left_out"] = float(zero.sum() / setup.mask.sum().clamp(min=1))
-    most = thresholds["sampler_rejected"] / 2
+    most = setup.thresholds["sampler_rejected"] / 2
     if figures["left_out"] <= most:
         return
     yield finding(
@@ -217,7 +212,7 @@ def _left_out(setup: KeelSubject, figures: dict[str, float], thresholds: Thresho
         f"loss.mismatch.kind={options.kind} excludes tokens that should be trained: its limits are narrower than the "
         "sampler's difference, which may be rounding or an error",
         propose("set {}", {"loss.mismatch.kind": "truncate", "loss.mismatch.cap": 2.0, "loss.mismatch.floor": None}),
-        severity=None if at_least(shares, level(thresholds)) > most else "warning",
+        severity=None if at_least(shares, level(setup.thresholds)) > most else "warning",
     )
 
 
@@ -234,13 +229,13 @@ LEAST_MOVE, OF_SEQUENCE = 1e-3, 1e-5
 RATIO_ROUNDING = 1e-4  # of a token's gradient: far above fp32 rounding, far below the effect of a ratio of e
 
 
-def clip_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def clip_findings(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """The gradient at ratios other than 1, for the configured loss and for the same loss with default limits.
 
     −min(ρA, clip(ρ)A) clips a token only if it has moved far enough in the direction of its advantage. At most one
     finding.
     """
-    run, config, limit = setup.run, setup.config.loss, thresholds["clipped_moved"]
+    run, config, limit = setup.run, setup.config.loss, setup.thresholds["clipped_moved"]
     if run.loss.num_iterations * run.optim.minibatches == 1 and run.rollout.max_staleness == 0:
         return
     up = torch.ones(len(setup.mask), device=setup.mask.device)

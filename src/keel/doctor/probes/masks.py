@@ -30,7 +30,6 @@ from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import alternatives, applied
 from keel.doctor.probes.objective import loss_gradient
 from keel.doctor.subject import STRONG_NOISE
-from keel.doctor.thresholds import Thresholds
 from keel.models.pack import right_pad
 
 TRAINED, GIVEN, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"  # green, dim
@@ -39,10 +38,10 @@ _CHANGES = 3  # other tokens that are tried at a position
 _MOVED = 2  # changes in the model's own forward; a single one may be due to rounding
 
 
-def probe_masks(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_masks(setup: KeelSubject) -> Outcome:
     """Perturb context tokens, differentiate the loss, and compare the trained tokens with the drawn ones."""
-    findings = [*_blindness(setup, thresholds), *_gradient(setup), *end_findings(setup, thresholds)]
-    findings += _foreign(setup, thresholds)
+    findings = [*_blindness(setup), *_gradient(setup), *end_findings(setup)]
+    findings += _foreign(setup)
     trained = int(setup.mask.sum())
     total = sum(len(c.tokens) for c in setup.batch.completions)
     figures = {"trained_tokens": float(trained), "completion_tokens": float(total)}
@@ -64,7 +63,7 @@ def _colored_masks(setup: KeelSubject) -> list[str]:
     return lines
 
 
-def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
+def _blindness(setup: KeelSubject) -> list[Finding]:
     """Change context tokens. Later log-probabilities must change in training's pass, too.
 
     Tokens that have no effect on the model are tested once more with perturbed weights.
@@ -72,7 +71,7 @@ def _blindness(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
     if "blindness" not in setup.of_batch:
         asked: dict[str, Iterable[tuple[Group, int]]]
         asked = {"the prompt": _prompt_places(setup), "tool output": _tool_places(setup)}
-        setup.of_batch["blindness"] = [f for what, at in asked.items() for f in _unseen(setup, what, at, thresholds)]
+        setup.of_batch["blindness"] = [f for what, at in asked.items() for f in _unseen(setup, what, at)]
     findings: list[Finding] = setup.of_batch["blindness"]
     return findings
 
@@ -97,14 +96,12 @@ def _tool_places(setup: KeelSubject) -> Iterator[tuple[Group, int]]:
                 )
 
 
-def _unseen(
-    setup: KeelSubject, what: str, asked: Iterable[tuple[Group, int]], thresholds: Thresholds
-) -> Iterator[Finding]:
+def _unseen(setup: KeelSubject, what: str, asked: Iterable[tuple[Group, int]]) -> Iterator[Finding]:
     places = list(islice(asked, _MAX_PLACES))
-    answers = {i: _answer(setup, *place, thresholds) for i, place in enumerate(places)}
+    answers = {i: _answer(setup, *place) for i, place in enumerate(places)}
     if undecided := [i for i, answer in answers.items() if answer is None]:
         with setup.perturbed(STRONG_NOISE, seed=3):
-            answers |= {i: _answer(setup, *places[i], thresholds) for i in undecided}
+            answers |= {i: _answer(setup, *places[i]) for i in undecided}
     hidden = {places[i][1]: answer for i, answer in answers.items() if answer is not None and answer < math.inf}
     if hidden:
         yield finding(
@@ -117,7 +114,7 @@ def _unseen(
         )
 
 
-def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds) -> float | None:
+def _answer(setup: KeelSubject, group: Group, place: int) -> float | None:
     """The largest change of training's scores if they ignore a change of this token.
 
     Infinity if the scores depend on it; None if the model's own forward does not depend on it either. Only scores after
@@ -146,10 +143,12 @@ def _answer(setup: KeelSubject, group: Group, place: int, thresholds: Thresholds
         replace(c, tokens=tuple(_others(setup, token)[0] for token in c.tokens)) for c in group.completions
     )
     constant = (before - setup.logp(setup.pack([replace(group, completions=rewritten)]))).abs()
-    where &= constant > thresholds["mask_seen"]  # scores that do not depend on any token are excluded, and so is NaN
+    where &= (
+        constant > setup.thresholds["mask_seen"]
+    )  # scores that do not depend on any token are excluded, and so is NaN
     for other in changed:
         answers.append(largest((before - setup.logp(setup.pack([other])))[where]))
-        if answers[-1] > thresholds["mask_seen"]:
+        if answers[-1] > setup.thresholds["mask_seen"]:
             return math.inf
     expected = setup.forward_logp([group])
     for other in changed:
@@ -181,43 +180,45 @@ def _gradient(setup: KeelSubject) -> Iterator[Finding]:
     )
 
 
-def foreign(setup: KeelSubject, thresholds: Thresholds) -> Tensor:
+def foreign(setup: KeelSubject) -> Tensor:
     """`[N]` bool over the batch's action tokens: those that the policy did not draw (see `draws`)."""
     if "foreign" not in setup.of_batch:
         drawn = batch_draws(setup)
         logp = drawn.logp(unfiltered(setup.sampling))
         zeros = drawn.sample_logp == 0
-        silent = zeros & (logp < -thresholds["mask_silent"])
+        silent = zeros & (logp < -setup.thresholds["mask_silent"])
         # zeros at all tokens mean that the engine reports no log-probabilities, which is another finding
-        silent &= ~zeros.float().mean().gt(thresholds["foreign_silent_most"])
+        silent &= ~zeros.float().mean().gt(setup.thresholds["foreign_silent_most"])
         # rounded values and tokens of greedy sampling may be 0 as well; they are consistent with the policy
-        silent &= nll_p_value(drawn.where(zeros), setup.sampling) < thresholds["foreign_chance"]
-        runs = improbable_runs(drawn, setup.sampling, thresholds["foreign_chance"])
-        if bool(runs.any()) and _shaped(setup, drawn, thresholds):
+        silent &= nll_p_value(drawn.where(zeros), setup.sampling) < setup.thresholds["foreign_chance"]
+        runs = improbable_runs(drawn, setup.sampling, setup.thresholds["foreign_chance"])
+        if bool(runs.any()) and _shaped(setup, drawn):
             runs = torch.zeros_like(runs)
         claimed, others = ((drawn.sample_logp - logp)[part & (drawn.sample_logp < 0)] for part in (runs, ~runs))
-        another = runs.float().mean() > thresholds["foreign_most"] or average(others) > thresholds["foreign_gap"]
+        another = (
+            runs.float().mean() > setup.thresholds["foreign_most"] or average(others) > setup.thresholds["foreign_gap"]
+        )
         # varied reported log-probabilities mean that another policy sampled these tokens
-        another = another or (len(claimed.unique()) > 1 and average(claimed) > thresholds["foreign_gap"])
+        another = another or (len(claimed.unique()) > 1 and average(claimed) > setup.thresholds["foreign_gap"])
         another = another or setup.shared.get("other prompt", False)
         setup.of_batch["foreign"] = silent if another else silent | runs  # with `another`, the whole sampler differs
     marked: Tensor = setup.of_batch["foreign"]
     return marked
 
 
-def _shaped(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> bool:
+def _shaped(setup: KeelSubject, drawn: Draws) -> bool:
     """Whether an alternative distribution explains all tokens, such as blocked n-grams or a minimum length."""
     plain = unfiltered(setup.sampling)
     likely, odds = alternatives(drawn, plain, setup.policy.eos_ids)
-    if odds <= -math.log(thresholds["foreign_chance"]):
+    if odds <= -math.log(setup.thresholds["foreign_chance"]):
         return False
     way = applied(drawn, likely[0], plain)
-    return chance_of(way, plain) > thresholds["sampler_explained"]
+    return chance_of(way, plain) > setup.thresholds["sampler_explained"]
 
 
-def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _foreign(setup: KeelSubject) -> Iterator[Finding]:
     """Tokens marked as sampled that the policy did not draw."""
-    marked = foreign(setup, thresholds)
+    marked = foreign(setup)
     if int(marked.sum()) < 2:
         return
     drawn = batch_draws(setup)
@@ -235,13 +236,13 @@ def _foreign(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
 # ------------------------------------------------------------------------ turns of the engine
 
 
-def end_findings(setup: KeelSubject, thresholds: Thresholds) -> list[Finding]:
+def end_findings(setup: KeelSubject) -> list[Finding]:
     """One answer of the engine must be one turn. Replies of the environment come between turns, never inside.
 
     An engine that runs tools itself has text in its turns that is not an action and that the policy would not write.
     """
     groups = _turns(setup)
-    findings = [*_ends(setup, groups)] or [*_left_out(setup, groups, thresholds)]
+    findings = [*_ends(setup, groups)] or [*_left_out(setup, groups)]
     setup.shared["chosen actions"] = bool(findings)
     setup.shared["left out of turns"] = sum(not a for g in groups for turn in g.completions for a in turn.action)
     return findings
@@ -296,7 +297,7 @@ def _after_the_end(turn: Completion, ends: set[int]) -> int:
     return sum(turn.action[first + 1 :])
 
 
-def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Thresholds) -> Iterator[Finding]:
+def _left_out(setup: KeelSubject, groups: Sequence[Group]) -> Iterator[Finding]:
     """Tokens of a turn that are not marked as actions although the policy is likely to have drawn them."""
     missing = sum(not action for group in groups for turn in group.completions for action in turn.action)
     if not missing:
@@ -306,7 +307,7 @@ def _left_out(setup: KeelSubject, groups: Sequence[Group], thresholds: Threshold
         replace(group, completions=tuple(_reversed(turn) for turn in group.completions), rewards=()) for group in groups
     ]
     chance = uniform_p_value(tail_masses(draws(setup, turned), setup.sampling))
-    if chance < thresholds["sampler_explained"]:
+    if chance < setup.thresholds["sampler_explained"]:
         return
     yield finding(
         "mask/not-actions",

@@ -47,19 +47,19 @@ def random_findings(figures: Mapping[str, float], vocabulary: int, thresholds: T
         )
 
 
-def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def misfit_findings(setup: KeelSubject, figures: Mapping[str, float]) -> Iterator[Finding]:
     """A confident model whose completions cannot be parsed and that does not beat uniform guessing on gold answers.
 
     Excluded: episodes that had not reached an answer, turns cut by a stop text, and completions that call tools as the
     prompt asks, which show that the model understands the prompt.
     """
-    if not _sure_and_blind(figures, thresholds) or figures["parse_rate"] >= thresholds["parse_rate_misfit"]:
+    if not _sure_and_blind(figures, setup.thresholds) or figures["parse_rate"] >= setup.thresholds["parse_rate_misfit"]:
         return
     open_ended = [fmean(ended) for group in setup.groups if (ended := unfinished(setup, group))] or [0.0]
     called = fmean(float(c.counts.get("tool/calls", 0.0) > 0) for group in setup.groups for c in group.completions)
-    if max(fmean(open_ended), called) > thresholds["truncated_completions"]:
+    if max(fmean(open_ended), called) > setup.thresholds["truncated_completions"]:
         return
-    if "another template" in setup.shared or parsed_without_stop(setup, thresholds) is not None:
+    if "another template" in setup.shared or parsed_without_stop(setup) is not None:
         return  # both are reported by other findings
     yield finding(
         "prompt/format",
@@ -71,9 +71,7 @@ def misfit_findings(setup: KeelSubject, figures: Mapping[str, float], thresholds
     )
 
 
-def foreign_findings(
-    setup: KeelSubject, figures: Mapping[str, float], paid: Sequence[float], thresholds: Thresholds
-) -> Iterator[Finding]:
+def foreign_findings(setup: KeelSubject, figures: Mapping[str, float], paid: Sequence[float]) -> Iterator[Finding]:
     """A confident model whose completions can be parsed, while gold answers are no more likely than random tokens.
 
     `paid` are the rewards of gold answers. If the model only lacks skill, right answers are still more likely than
@@ -82,10 +80,10 @@ def foreign_findings(
     """
     if setup.config.data.path is None or setup.failures or setup.run.task.multi_turn or not paid:
         return
-    if "another template" in setup.shared or not _sure_and_blind(figures, thresholds):
+    if "another template" in setup.shared or not _sure_and_blind(figures, setup.thresholds):
         return
     best = max(reward.total for group in setup.groups for reward in group.rewards)
-    if figures["parse_rate"] < thresholds["parse_rate_misfit"] or not best < min(paid) / 2:
+    if figures["parse_rate"] < setup.thresholds["parse_rate_misfit"] or not best < min(paid) / 2:
         return  # see `misfit_findings`
     examples = ", ".join(repr(str(group.problem.answer)[:20]) for group in setup.groups[:3])
     yield finding(
@@ -98,7 +96,7 @@ def foreign_findings(
     )
 
 
-def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thresholds) -> Iterator[Finding]:
+def unpaid_findings(setup: KeelSubject, paid: Sequence[float]) -> Iterator[Finding]:
     """Find completions that have their gold answer's number beyond chance but earn less than half of its reward."""
     if setup.failures or setup.run.task.multi_turn or not paid:
         return
@@ -111,7 +109,7 @@ def unpaid_findings(setup: KeelSubject, paid: Sequence[float], thresholds: Thres
         return _gains(setup, groups) if best(groups) < min(paid) / 2 else []
 
     def by_chance(gains: Sequence[float]) -> bool:
-        return len(gains) < 2 or fmean(gains) <= NUMBERS or by_mean(gains) > level(thresholds)
+        return len(gains) < 2 or fmean(gains) <= NUMBERS or by_mean(gains) > level(setup.thresholds)
 
     def undecided(groups: Sequence[Group]) -> bool:
         return fmean(gains := unpaid(groups) or [0.0]) > NUMBERS and by_chance(gains)
@@ -159,7 +157,7 @@ def _read(figures: Mapping[str, float]) -> str:
     )
 
 
-def parsed_without_stop(setup: KeelSubject, thresholds: Thresholds) -> float | None:
+def parsed_without_stop(setup: KeelSubject) -> float | None:
     """The parse rate of the batch when sampled without `rollout.stop`, if that fixes it.
 
     None if few completions end at a stop text unparsed, or if the rate stays low without stop texts.
@@ -168,10 +166,10 @@ def parsed_without_stop(setup: KeelSubject, thresholds: Thresholds) -> float | N
         pairs = [pair for g in setup.groups for pair in zip(g.completions, g.rewards, strict=True)]
         cut = fmean(completion.stop_reason == "stop" and not reward.parsed for completion, reward in pairs)
         setup.of_batch["parsed without stop"] = (
-            _parsed(setup) if setup.sampling.stop and cut > thresholds["truncated_completions"] else None
+            _parsed(setup) if setup.sampling.stop and cut > setup.thresholds["truncated_completions"] else None
         )
     parsed: float | None = setup.of_batch["parsed without stop"]
-    return parsed if parsed is not None and parsed >= thresholds["parse_rate_warning"] else None
+    return parsed if parsed is not None and parsed >= setup.thresholds["parse_rate_warning"] else None
 
 
 def _parsed(setup: KeelSubject) -> float | None:

@@ -19,7 +19,6 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.measure import Outcome
 from keel.doctor.rendering import messages_of, tokenizer_finding, word_by_word, words
 from keel.doctor.subject import row_logits
-from keel.doctor.thresholds import Thresholds
 from keel.envs import Task
 from keel.models.head import causal_lm
 
@@ -103,15 +102,11 @@ _TRAINED = 0.2  # |ln(std / initial std)| of a typical trained matrix
 _WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")  # parts of a weight's name that adapters add
 
 
-def probe_model(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_model(setup: KeelSubject) -> Outcome:
     """Find weights that were not loaded, another model's tokenizer, and end tokens that do not stop generation."""
     chosen = golds(setup)
-    tokenizer = (
-        [*_round_trip(setup, thresholds)]
-        or [*_relabelled(setup, chosen, thresholds)]
-        or [*_beyond(setup, chosen, thresholds)]
-    )
-    return Outcome("model", (*_missing(setup), *tokenizer, *_end(setup, chosen, thresholds)))
+    tokenizer = [*_round_trip(setup)] or [*_relabelled(setup, chosen)] or [*_beyond(setup, chosen)]
+    return Outcome("model", (*_missing(setup), *tokenizer, *_end(setup, chosen)))
 
 
 def _missing(setup: KeelSubject) -> Iterator[Finding]:
@@ -272,7 +267,7 @@ def damaged_weights(setup: KeelSubject) -> tuple[str, str] | None:
     return None
 
 
-def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _round_trip(setup: KeelSubject) -> Iterator[Finding]:
     """Texts of the problems must survive encoding and decoding."""
     task, tokenizer = setup.run.task, setup.policy.tokenizer
     problems = task.sample(_TEXTS, seed=setup.config.run.seed, step=0)
@@ -280,7 +275,7 @@ def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]
     lost = [(text, back) for text in texts if words(back := word_by_word(tokenizer, text)) != words(text)]
     gone = sum(len(set(words(text)) - set(words(back))) for text, back in lost)
     share = gone / max(1, sum(len(set(words(text))) for text in texts))
-    if share > thresholds["lost_words"]:
+    if share > setup.thresholds["lost_words"]:
         text, back = lost[0]
         yield tokenizer_finding(
             f"{100 * share:.0f} % of the words of {len(texts)} texts are lost by encoding and decoding: {text[:50]!r} "
@@ -288,22 +283,22 @@ def _round_trip(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]
         )
 
 
-def _relabelled(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _relabelled(setup: KeelSubject, chosen: Sequence[Gold]) -> Iterator[Finding]:
     """If a confident model has a high NLL on gold answers, it must still favour their tokens over random ones.
 
     A permutation test of its mean distribution over gold texts. A model that does not know the task or the template
     still knows the language.
     """
     uniform = math.log(setup.vocabulary)
-    if not chosen or -fmean(read_golds(setup).logp) < thresholds["gold_nll"] * uniform:
+    if not chosen or -fmean(read_golds(setup).logp) < setup.thresholds["gold_nll"] * uniform:
         return
     entropy, written = read_golds(setup).entropy, read_golds(setup).written.log()
-    if entropy > thresholds["entropy_uniform_share"] * uniform:
+    if entropy > setup.thresholds["entropy_uniform_share"] * uniform:
         return  # reported as random weights
     texts = ([t for gold in chosen for t in gold.answer], [t for gold in chosen for t in gold.prompt])
     tests = [_among_random(setup, written, tokens) for tokens in texts]
     own, others, chance = min(tests, key=lambda test: test[-1])
-    if not thresholds["relabelled_chance"] < chance < 1 - thresholds["relabelled_chance"]:
+    if not setup.thresholds["relabelled_chance"] < chance < 1 - setup.thresholds["relabelled_chance"]:
         return  # under its own tokenizer, a model finds tokens clearly more or less likely than random ones
     yield tokenizer_finding(
         f"the model gives the tokens of gold answers and prompts a log-probability of {own:.3g} on average, and "
@@ -328,20 +323,20 @@ def _among_random(setup: KeelSubject, written: Tensor, tokens: Sequence[int]) ->
     return own, float(others.mean()), float((others >= own).float().mean())
 
 
-def _beyond(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _beyond(setup: KeelSubject, chosen: Sequence[Gold]) -> Iterator[Finding]:
     """The probability mass that a confident model gives to ids outside of the tokenizer."""
-    if not chosen or read_golds(setup).entropy > thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
+    if not chosen or read_golds(setup).entropy > setup.thresholds["entropy_uniform_share"] * math.log(setup.vocabulary):
         return
     written, size = read_golds(setup).written, len(setup.policy.tokenizer)
     mass = float(written[size:].sum())
-    if mass > thresholds["unknown_tokens"]:
+    if mass > setup.thresholds["unknown_tokens"]:
         yield tokenizer_finding(
             f"on {len(chosen)} prompts and gold answers, the model gives {100 * mass:.0f} % of its probability to "
             f"{len(written) - size} ids that the tokenizer does not have"
         )
 
 
-def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> Iterator[Finding]:
+def _end(setup: KeelSubject, chosen: Sequence[Gold]) -> Iterator[Finding]:
     """The model's next tokens after gold answers, against the configured end tokens."""
     tokenizer, ends = setup.policy.tokenizer, setup.policy.eos_ids
     if not chosen:
@@ -353,7 +348,7 @@ def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> 
     stops = {i for i in special if str(tokenizer.decode([i], skip_special_tokens=False)) in setup.sampling.stop}
     others = sorted(special - set(ends) - stops, key=lambda i: -float(after[i]))
     names = {i: repr(tokenizer.decode([i], skip_special_tokens=False)) for i in (*ends, *others[:1])}
-    if others and float(after[others[0]]) > thresholds["end_share"] and ended < 1 - thresholds["end_share"]:
+    if others and float(after[others[0]]) > setup.thresholds["end_share"] and ended < 1 - setup.thresholds["end_share"]:
         yield _end_token(
             f"after {len(chosen)} gold answers, the model writes {names[others[0]]} with probability "
             f"{float(after[others[0]]):.2g}, which is not an end token, and {', '.join(names[i] for i in ends)} with "
@@ -364,7 +359,7 @@ def _end(setup: KeelSubject, chosen: Sequence[Gold], thresholds: Thresholds) -> 
     turns = [turn.completion for turn in setup.turns if turn.completion.tokens]
     for token in sorted(set(ends) - special - set(added)):
         stopped = sum(completion.tokens[-1] == token for completion in turns)
-        if stopped > 1 and float(after[token]) < 1 - thresholds["end_share"]:
+        if stopped > 1 and float(after[token]) < 1 - setup.thresholds["end_share"]:
             yield _end_token(
                 f"{stopped} of {len(turns)} turns end at {names[token]}, which is not a special token, and after gold "
                 f"answers the model writes {names[token]} with probability {float(after[token]):.2g}",

@@ -24,7 +24,7 @@ from keel.losses.reductions import get_reduction
 # ------------------------------------------------------------------------ advantages
 
 
-def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_advantage(setup: KeelSubject) -> Outcome:
     """Measure how much the normalisation of advantages amplifies reward differences, and report shuffled rewards."""
     rows, scale = setup.batch.rows, scale_rewards(setup.run.loss)
     assert rows.rewards is not None
@@ -39,7 +39,7 @@ def probe_advantage(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     figures["groups_with_spread"] = float(len(spread))
     if len(spread):
         figures |= amplification(spread, rows.rewards, scale)
-        findings = tuple(_amplified(setup, figures, scale, thresholds))
+        findings = tuple(_amplified(setup, figures, scale))
         lines.append(
             f"group std from {figures['smallest_std']:.3g} to {figures['largest_std']:.3g}; reward differences are "
             f"multiplied by {figures['amplification']:.3g} (typical), {figures['amplification_max']:.3g} (largest)"
@@ -85,11 +85,11 @@ def amplification(spread: Tensor, rewards: Tensor, scale: str) -> dict[str, floa
     }
 
 
-def _amplified(setup: KeelSubject, figures: dict[str, float], scale: str, thresholds: Thresholds) -> Iterator[Finding]:
+def _amplified(setup: KeelSubject, figures: dict[str, float], scale: str) -> Iterator[Finding]:
     rewards = [abs(reward.total) for group in setup.groups for reward in group.rewards]
     # for rewards on a small scale, small differences are intended
     size = min(1.0, max(*rewards, setup.shared.get("gold size", 1.0)))
-    limit = thresholds["advantage_amplification"] / size
+    limit = setup.thresholds["advantage_amplification"] / size
     if figures["amplification_max"] <= limit:
         return
 
@@ -99,7 +99,7 @@ def _amplified(setup: KeelSubject, figures: dict[str, float], scale: str, thresh
         return [float(1.0 / (deviation + EPSILON) > limit) for deviation in deviations if deviation > SAME]
 
     def by_chance(groups: Sequence[Group]) -> bool:
-        return chance_above(tiny(groups), thresholds["healthy_amplified"]) > level(thresholds)
+        return chance_above(tiny(groups), setup.thresholds["healthy_amplified"]) > level(setup.thresholds)
 
     typical = figures["amplification"] > limit
     if typical and scale == "group":
@@ -140,7 +140,7 @@ ROUNDING = 1e-4  # differences below this share of the largest gradient are roun
 ADVANTAGES = (1.0, -0.5, 2.0, -1.5)  # both signs and different sizes, repeated over the completions
 
 
-def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_objective(setup: KeelSubject) -> Outcome:
     """Compare ∂loss/∂logp at ratio 1 and β = 0 with −A × the reduction's weight; simulate the controller."""
     mask = setup.mask
     advantage = torch.tensor([ADVANTAGES[i % len(ADVANTAGES)] for i in range(len(mask))], device=mask.device)
@@ -149,10 +149,10 @@ def probe_objective(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     weights = token_weights(mask, reduction, setup.loss_length)
     figures: dict[str, float] = {}
     against = loss_gradient(setup, -advantage)  # shows whether rows without gradient get one for the opposite advantage
-    pushes = [*_pushes(setup, gradient, against, advantage[:, None].expand_as(mask), weights, figures, thresholds)]
+    pushes = [*_pushes(setup, gradient, against, advantage[:, None].expand_as(mask), weights, figures)]
     if not pushes or pushes[0].severity == "note":
-        pushes = [*ratio_findings(setup, figures, thresholds)] or pushes
-    findings = [*pushes, *controller_findings(setup, figures, thresholds)]
+        pushes = [*ratio_findings(setup, figures)] or pushes
+    findings = [*pushes, *controller_findings(setup, figures)]
     line = (
         f"objective: the loss moves {figures.get('pushed', 0.0):.0%} of the tokens in the direction of their "
         f"advantage, with {figures.get('factor', 0.0):.3g} times the weight of its reduction; β is "
@@ -209,7 +209,6 @@ def _pushes(
     advantage: Tensor,
     weights: Tensor,
     figures: dict[str, float],
-    thresholds: Thresholds,
 ) -> Iterator[Finding]:
     """Check −∂loss/∂logp over A × weight for each token, which is 1 for an exact policy gradient."""
     mask = setup.mask
@@ -222,8 +221,8 @@ def _pushes(
     figures["factor"] = float(push[alive].median()) if bool(alive.any()) else 0.0
     loss_name = f"loss.loss_type={setup.config.loss.loss_type}"
     away, dead = _share(push < 0, up), _share(push == 0, up)
-    if max(away) > thresholds["loss_wrong_way"]:
-        both = min(away) > thresholds["loss_wrong_way"]
+    if max(away) > setup.thresholds["loss_wrong_way"]:
+        both = min(away) > setup.thresholds["loss_wrong_way"]
         yield finding(
             "loss/sign",
             f"at ratio 1, {away[0]:.0%} of the tokens with a positive advantage are made less likely and "
@@ -233,7 +232,7 @@ def _pushes(
             else f"{loss_name} does not use the advantage's sign",
             "let the loss be −A times a function that increases with logp, or use one of Keel's losses",
         )
-    elif max(dead) > thresholds["loss_dead_tokens"]:
+    elif max(dead) > setup.thresholds["loss_dead_tokens"]:
         yield finding(
             "loss/no-gradient",
             f"∂loss/∂logp is zero on {dead[0]:.0%} of the sampled tokens with a positive advantage and {dead[1]:.0%} "
@@ -248,7 +247,7 @@ def _pushes(
             f"{loss_name} omits a part of the batch: these tokens are sampled and rewarded but never trained",
             "let the loss cover every row and token of its mask (take lengths from the mask, not from a constant)",
         )
-    elif not 1 / thresholds["loss_factor"] <= figures["factor"] <= thresholds["loss_factor"]:
+    elif not 1 / setup.thresholds["loss_factor"] <= figures["factor"] <= setup.thresholds["loss_factor"]:
         yield finding(
             "loss/scale",
             f"∂loss/∂logp is {figures['factor']:.3g} times −A × the weight that the reduction gives a token",
@@ -256,9 +255,9 @@ def _pushes(
             "of clipping, kl.beta and the entropy bonus",
             "return the loss of each token before any reduction; Keel applies the reduction afterwards",
         )
-    elif float((push / figures["factor"] - 1).abs().max()) > thresholds["loss_uneven"]:
+    elif float((push / figures["factor"] - 1).abs().max()) > setup.thresholds["loss_uneven"]:
         spread = f"{float(push.min()):.3g} to {float(push.max()):.3g}"
-        by = weighed_by(mask, push, advantage[mask], thresholds)
+        by = weighed_by(mask, push, advantage[mask], setup.thresholds)
         yield finding(
             "loss/scale",
             f"∂loss/∂logp over −A × the reduction's weight ranges from {spread} over the tokens"
@@ -326,7 +325,7 @@ def _share(where: Tensor, up: Tensor) -> tuple[float, float]:
     return tuple(float(part.double().mean()) if len(part) else 0.0 for part in chosen)  # type: ignore[return-value]
 
 
-def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def ratio_findings(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """Losses may use log-probabilities only in ratios, each between a token's new and its own old one."""
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     flat, device = torch.full(mask.shape, COMMON), setup.mask.device
@@ -356,7 +355,7 @@ def ratio_findings(setup: KeelSubject, figures: dict[str, float], thresholds: Th
     if not bool(alive.any()) or not bool(torch.stack([common, rare]).isfinite().all()):
         return
     times = figures["pushed_rare"] = float((rare[alive] / common[alive]).abs().median())
-    limit, loss_name = thresholds["loss_by_probability"], f"loss.loss_type={setup.config.loss.loss_type}"
+    limit, loss_name = setup.thresholds["loss_by_probability"], f"loss.loss_type={setup.config.loss.loss_type}"
     own, rows_of = moved.diagonal(), mask.nonzero()[:, 0]
     others = moved & ~torch.eye(len(moved), dtype=torch.bool)
     in_row = (others & (rows_of == rows_of[:, None])).sum(-1)  # earlier tokens of a completion may weigh all later ones

@@ -41,9 +41,7 @@ class _Shared:
     text: str
 
 
-def leak_findings(
-    setup: KeelSubject, prompts: Sequence[tuple[Problem, str]], thresholds: Thresholds, of: str = "prompts"
-) -> Iterator[Finding]:
+def leak_findings(setup: KeelSubject, prompts: Sequence[tuple[Problem, str]], of: str = "prompts") -> Iterator[Finding]:
     """Find answers in prompts, right after words that announce them. Operands and choices follow no such words.
 
     A slot is the text right before an answer. It must announce an answer, and other problems' answers must be
@@ -51,7 +49,7 @@ def leak_findings(
     """
     pairs = _pairs(setup, prompts)
     for cues in (_CUES, _VAGUE_CUES):
-        if (shared := _shared(pairs, partial(_before, cues=cues), _before, thresholds)) is None:
+        if (shared := _shared(pairs, partial(_before, cues=cues), _before, setup.thresholds)) is None:
             continue
         found = finding(
             "prompt/answer-leak",
@@ -65,7 +63,7 @@ def leak_findings(
         return
 
 
-def system_leaks(setup: KeelSubject, problems: Sequence[Problem], thresholds: Thresholds) -> Iterator[Finding]:
+def system_leaks(setup: KeelSubject, problems: Sequence[Problem]) -> Iterator[Finding]:
     """System messages that are equal for all problems except for each one's own answer.
 
     Passages to read differ in more than the answer. User messages are excluded, since they may contain the task itself.
@@ -73,7 +71,7 @@ def system_leaks(setup: KeelSubject, problems: Sequence[Problem], thresholds: Th
     roles = ("system", "developer")
     texts = ["\n".join(m["content"] for m in messages_of(p) if m["role"] in roles).strip() for p in problems]
     pairs = _pairs(setup, [*zip(problems, texts, strict=True)])
-    shared = _shared(pairs, _holed, _holed, thresholds)
+    shared = _shared(pairs, _holed, _holed, setup.thresholds)
     if shared is None or len({text for answer, text in pairs if shared.slot in _holed(answer, text)}) < 2:
         return  # one equal text for all, which lists the possible answers
     bare = not shared.slot.strip(f"{_HOLE} .") or _CUES.search(shared.slot)
@@ -156,7 +154,7 @@ def training_steps(setup: KeelSubject) -> list[list[tuple[Problem, tuple[int, ..
     return chosen
 
 
-def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def repeat_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Find a single prompt, equal prompts at every step, too few prompts for the run, or copies within steps."""
     steps = [[_content(setup, problem, prompt) for problem, prompt in step] for step in training_steps(setup)]
     counts = Counter(prompt for step in steps for prompt in step)
@@ -165,9 +163,9 @@ def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Find
     total = (setup.config.run.max_steps or 0) * per_step
     sets = [frozenset(step) for step in steps]
     same, stay = len(set(sets)) == 1, fmean(a == b for a, b in pairwise(sets))
-    often = total > thresholds["problem_repeats"] * len(counts)
+    often = total > setup.thresholds["problem_repeats"] * len(counts)
     staying = stay > _STAYING and len(counts) > 1.5 * max(map(len, sets)) and len(steps) > 3
-    if len(counts) == 1 or staying or (often and (same or len(counts) < thresholds["distinct_problems"])):
+    if len(counts) == 1 or staying or (often and (same or len(counts) < setup.thresholds["distinct_problems"])):
         each = (
             ", the same at every step" if same and len(counts) > 1 else ", the same for many steps in a row" * staying
         )
@@ -181,7 +179,7 @@ def repeat_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Find
         )
         return
     copies = sum(len(step) - len(set(step)) for step in steps)
-    if copies > _COPIED * asked and _chance_of_copies(steps) < thresholds["travel_chance"]:
+    if copies > _COPIED * asked and _chance_of_copies(steps) < setup.thresholds["travel_chance"]:
         yield finding(
             "task/repeats",
             f"{copies} of {asked} problems are copies of another problem of the same step, far more than neighbouring "
@@ -205,7 +203,7 @@ def _chance_of_copies(steps: Sequence[Sequence[Hashable]]) -> float:
     return float(bdtrc(equal - 1, pairs, rate))
 
 
-def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def contradiction_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Equal prompts with different gold answers, where one row pays its own answer more than the other's.
 
     The share is taken among prompts that occur more than once.
@@ -222,7 +220,7 @@ def contradiction_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterat
             times[prompt] += 1
     repeated = [prompt for prompt in met if times[prompt] > 1]
     doubtful = [prompt for prompt in repeated if len(met[prompt]) > 1]
-    if len(doubtful) < _FEWEST or len(doubtful) <= thresholds["gold_contradicts"] * len(repeated):
+    if len(doubtful) < _FEWEST or len(doubtful) <= setup.thresholds["gold_contradicts"] * len(repeated):
         return
     apart = [rows for prompt in doubtful[:_FEWEST] if _apart(setup, rows := met[prompt])]
     judge.drain()
@@ -266,13 +264,13 @@ def held_out_problems(setup: KeelSubject, count: int) -> Sequence[Problem]:
         return ()
 
 
-def eval_leak(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def eval_leak(setup: KeelSubject) -> Iterator[Finding]:
     """Held-out prompts must not be trained on, under any key. A small share of duplicates is accepted."""
     held_out = held_out_problems(setup, _HELD_OUT)
     trained = [*dict.fromkeys(_contents(setup, [pair for step in training_steps(setup) for pair in step]))]
     evaluated = _contents(setup, [*zip(held_out, rendered(setup, held_out), strict=True)])
     shared = [problem for problem, copies in zip(held_out, _among(evaluated, trained), strict=True) if copies]
-    if not held_out or len(shared) <= thresholds["eval_leaked"] * len(held_out):
+    if not held_out or len(shared) <= setup.thresholds["eval_leaked"] * len(held_out):
         return
     asked = sum(map(len, training_steps(setup)))
     yield finding(

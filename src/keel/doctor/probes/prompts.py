@@ -26,7 +26,6 @@ from keel.doctor.rendering import (
     word_by_word,
 )
 from keel.doctor.replies import squeezed
-from keel.doctor.thresholds import Thresholds
 from keel.rollout.render import Renderer
 
 _LOOKED_AT = 32  # problems of the first step whose prompts are read
@@ -44,7 +43,7 @@ class Prompt:
     text: str
 
 
-def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_prompts(setup: KeelSubject) -> Outcome:
     """Decode the prompts and compare them with the problems, with each other and with held-out ones."""
     prompts = _prompts(setup)
     lost = [*_lost(setup, prompts)]
@@ -54,23 +53,23 @@ def probe_prompts(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         *form_findings(setup, [prompt.problem for prompt in prompts]),
         *_headless(setup, prompts),
         *_double_bos(setup, prompts),
-        *_leaks(setup, prompts, thresholds),
-        *repeat_findings(setup, thresholds),
-        *contradiction_findings(setup, thresholds),
-        *eval_leak(setup, thresholds),
+        *_leaks(setup, prompts),
+        *repeat_findings(setup),
+        *contradiction_findings(setup),
+        *eval_leak(setup),
     ]
     figures = {"prompts_read": float(len(prompts))}
     return Outcome("prompts", tuple(findings), figures, (f"prompts: {len(prompts)} read back from their tokens",))
 
 
-def _leaks(setup: KeelSubject, prompts: Sequence[Prompt], thresholds: Thresholds) -> list[Finding]:
+def _leaks(setup: KeelSubject, prompts: Sequence[Prompt]) -> list[Finding]:
     """Find answers in the original messages, since decoding may change spaces; otherwise in the rendered prompts."""
     given = [(prompt.problem, "\n".join(m["content"] for m in messages_of(prompt.problem))) for prompt in prompts]
     read = [(prompt.problem, prompt.text) for prompt in prompts]
     return (
-        [*system_leaks(setup, [prompt.problem for prompt in prompts], thresholds)]
-        or [*leak_findings(setup, given, thresholds)]
-        or [*leak_findings(setup, read, thresholds)]
+        [*system_leaks(setup, [prompt.problem for prompt in prompts])]
+        or [*leak_findings(setup, given)]
+        or [*leak_findings(setup, read)]
     )
 
 

@@ -20,7 +20,6 @@ from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.measure import Outcome
 from keel.doctor.probes.exploration import entropy, mean_kl, policy_states
 from keel.doctor.probes.update import FirstUpdate, gradient_norm, loss_gradients, one_digit, undone
-from keel.doctor.thresholds import Thresholds
 
 MOST_UPDATES = 10_000  # a longer schedule is sampled at this many updates
 USUAL_EPS, USUAL_ADAPTER_SCALE = 1e-8, 2.0
@@ -60,12 +59,12 @@ def held_sum(total: float, decay: float) -> float:
     return total if decay <= 0 else -math.expm1(-decay * total) / decay
 
 
-def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_reach(setup: KeelSubject) -> Outcome:
     """Measure the reach of all updates and of weight decay, and find the reason if it is too short."""
     first: FirstUpdate | None = setup.of_batch.get("update")
     if first is None or not math.isfinite(first.loss):
         return Outcome("reach", unchecked=("optim/no-update, optim/weight-decay: no update could be tried",))
-    if entropy(first.before) < thresholds["entropy_collapse"]:
+    if entropy(first.before) < setup.thresholds["entropy_collapse"]:
         sure = "the policy is certain of every token, so it has no gradient"
         return Outcome("reach", unchecked=(f"optim/no-update, optim/weight-decay: {sure}",))
     if not first.real_rewards and all(len({c.tokens for c in group.completions}) == 1 for group in setup.groups):
@@ -75,9 +74,9 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     per_step = run.loss.num_iterations * run.optim.minibatches
     rates = course(run.optimizer.schedule, setup.config.run.max_steps * per_step)
     # a shorter run is judged as if it had `steps_to_judge` steps
-    longer = max(1.0, thresholds["steps_to_judge"] * per_step / rates.updates)
+    longer = max(1.0, setup.thresholds["steps_to_judge"] * per_step / rates.updates)
     length = setup.completion_length
-    reach = _Reach(setup, first, rates, longer, length, thresholds["reach_least"])
+    reach = _Reach(setup, first, rates, longer, length, setup.thresholds["reach_least"])
     figures = {"updates": float(rates.updates), "mean_rate": rates.mean, "reach": reach.kl()}
     findings = [*_no_update(reach, figures)] or [*_unweighted(setup)] or [*frozen_findings(setup)]
     if optim.weight_decay > 0:
@@ -86,7 +85,7 @@ def probe_reach(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         figures["decay"] = decay_kl(setup, first, figures["shrink"]) * length
         figures["walk"] = rates.updates * longer * reach.kl(1.0, rounded=False)
         figures["reach_decayed"] = reach.kl(held_sum(total, decay))
-        findings += () if findings else _decays(setup, figures, length, thresholds)
+        findings += () if findings else _decays(setup, figures, length)
     line = (
         f"reach: if all {rates.updates} updates of the run had the same direction, they would move the policy by "
         f"{figures['reach']:.2g} nats per completion; the learning rate is {rates.mean:.0%} of its peak on average"
@@ -351,12 +350,12 @@ def decay_kl(setup: KeelSubject, first: FirstUpdate, shrink: float) -> float:
         return mean_kl(policy_states(setup), first.before)
 
 
-def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresholds: Thresholds) -> Iterator[Finding]:
+def _decays(setup: KeelSubject, figures: dict[str, float], length: float) -> Iterator[Finding]:
     """Weight decay that moves the policy further than its updates, exceeds any budget, or undoes updates."""
-    limit, decay = thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
-    budget = thresholds["kl_over_budget"] * length
+    limit, decay = setup.thresholds["reach_least"], f"optim.weight_decay={setup.config.optim.weight_decay:g}"
+    budget = setup.thresholds["kl_over_budget"] * length
     most = max(limit, min(figures["walk"], budget))
-    forgets, held = figures["shrink"] < thresholds["decay_left"], figures["reach_decayed"] < limit
+    forgets, held = figures["shrink"] < setup.thresholds["decay_left"], figures["reach_decayed"] < limit
     if figures["decay"] > most:
         evidence = (
             f"over the run, {decay} shrinks every decayed matrix to {figures['shrink']:.2g} of its size; this alone "
@@ -366,7 +365,7 @@ def _decays(setup: KeelSubject, figures: dict[str, float], length: float, thresh
     elif forgets or held:
         evidence = (
             f"with {decay}, {figures['shrink']:.1%} of the first update is left at the end of the run"
-            + (f" (under {thresholds['decay_left']:.0%})" if forgets else "")
+            + (f" (under {setup.thresholds['decay_left']:.0%})" if forgets else "")
             + f"; all updates together move the policy by at most {figures['reach_decayed']:.2g} nats per completion"
             + (f" (under {limit:g})" if held else "")
             + f", and by {figures['reach']:.2g} without weight decay"

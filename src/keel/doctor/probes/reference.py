@@ -17,7 +17,6 @@ from keel.doctor.findings import Advice, Finding, finding
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.measure import Outcome
 from keel.doctor.probes.start import at_start, largest_gap, reference_logp, token_kl
-from keel.doctor.thresholds import Thresholds
 from keel.models.fingerprint import effective_weights, fingerprint
 from keel.reference import Reference
 from keel.reference.kinds import KINDS, build_reference
@@ -28,7 +27,7 @@ AT_ONCE = 2  # steps; a reference that copies the policy within them leaves no K
 HUGE_KL = 1e3  # nats per token, above the threshold of any kl_triggered reference
 
 
-def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_reference(setup: KeelSubject) -> Outcome:
     """Measure the KL at step 0 and on a perturbed policy, then call the reference's `update` as the loop does."""
     if setup.run.reference is None:
         return Outcome(
@@ -41,9 +40,9 @@ def probe_reference(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     if placed:
         return Outcome("reference", placed, figures)
     saved, start = _saved(setup.run.reference), reference_fingerprint(setup)
-    findings = at_start(setup, thresholds, figures)
+    findings = at_start(setup, figures)
     try:
-        findings += _while_policy_moves(setup, thresholds, figures)
+        findings += _while_policy_moves(setup, figures)
         findings += [] if findings else [*_round_trip(setup)]
     finally:
         _restore(setup, saved, start)
@@ -88,11 +87,11 @@ def misplaced(setup: KeelSubject) -> Iterator[Finding]:
 # -- after a change of the policy ----------------------------------------------------------------------------------
 
 
-def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+def _while_policy_moves(setup: KeelSubject, figures: dict[str, float]) -> list[Finding]:
     """Check that noise on the policy and scoring do not move the reference, and that `update` does if it is due."""
     mask = setup.mask
     (logp, ref), print_before = setup.of_batch["start"], reference_fingerprint(setup)
-    noise = thresholds["scoring_difference"] + figures["reference_repeats_to"]
+    noise = setup.thresholds["scoring_difference"] + figures["reference_repeats_to"]
     with setup.perturbed():
         print_perturbed = reference_fingerprint(setup)
         moved_logp, moved_ref = setup.logp(), reference_logp(setup)
@@ -100,7 +99,7 @@ def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dic
         figures["reference_moved"] = largest_gap(ref, moved_ref, mask)
         figures["kl_perturbed"] = token_kl(moved_logp, moved_ref, mask)
         # unsteady scores vary even if the weights do not
-        steady = figures["reference_repeats_to"] <= thresholds["scoring_difference"]
+        steady = figures["reference_repeats_to"] <= setup.thresholds["scoring_difference"]
         if (steady and figures["reference_moved"] > noise) or print_perturbed != print_before:
             return [_follows(setup, figures)]
         reference_logp(setup)
@@ -108,7 +107,7 @@ def _while_policy_moves(setup: KeelSubject, thresholds: Thresholds, figures: dic
         if print_scored != print_perturbed:
             figures["reference_moved"] = largest_gap(ref, reference_logp(setup), mask)
             return [_moving(setup, "scoring with it changed its weights", figures)]
-        return _updates(setup, figures, ref, print_scored, noise if steady else math.inf, thresholds)
+        return _updates(setup, figures, ref, print_scored, noise if steady else math.inf)
 
 
 def reference_fingerprint(setup: KeelSubject) -> str:
@@ -174,9 +173,7 @@ def _kind(setup: KeelSubject) -> str:
     return setup.run.reference.kind
 
 
-def _updates(
-    setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float, thresholds: Thresholds
-) -> list[Finding]:
+def _updates(setup: KeelSubject, figures: dict[str, float], ref: Tensor, before: str, noise: float) -> list[Finding]:
     """Call `update` as the loop does. Compare weights at steps that are powers of two, and scores at the end.
 
     A reference that adds to its layers' outputs, such as an EMA under LoRA, changes its scores but not its weights.
@@ -213,19 +210,19 @@ def _updates(
         return []
     for later in range(step + 1, AT_ONCE + 1):
         reference.update(setup.policy.model, later, figures["kl_perturbed"])
-    return [*_at_once(setup, figures, thresholds)]
+    return [*_at_once(setup, figures)]
 
 
-def _at_once(setup: KeelSubject, figures: dict[str, float], thresholds: Thresholds) -> Iterator[Finding]:
+def _at_once(setup: KeelSubject, figures: dict[str, float]) -> Iterator[Finding]:
     """A reference that moves every few steps must keep a distance from the policy, or the KL stays near 0."""
     remaining = token_kl(setup.logp(), reference_logp(setup), setup.mask) / max(figures["kl_perturbed"], 1e-12)
     figures["kl_left_after_update"] = remaining
-    if not remaining < thresholds["reference_follows"]:
+    if not remaining < setup.thresholds["reference_follows"]:
         return
     yield finding(
         "reference/follows",
         f"after update() at steps 1 to {AT_ONCE}, {remaining:.1%} of the KL to a perturbed policy is left (under "
-        f"{thresholds['reference_follows']:.0%})",
+        f"{setup.thresholds['reference_follows']:.0%})",
         f"reference.kind={setup.config.reference.kind} follows the policy within {AT_ONCE} steps: the KL covers only "
         "these steps, stays near 0 and does not keep the policy near its start",
         either(

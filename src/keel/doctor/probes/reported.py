@@ -73,7 +73,7 @@ class Reports:
         """Whether the gap is rounding. If only training's passes run in 16 bits, their rounding is the limit."""
         differences = self.gap if gap is None else gap
         if not in_half_precision(self.setup) or self.setup.policy.dtype != torch.float32:
-            return close(self.setup, differences, thresholds)
+            return close(self.setup, differences)
         rounded = max(thresholds["scoring_gap"], thresholds["precision_times"] * average(self.rounding))
         return average(differences) <= min(thresholds["scoring_gap_half"], rounded)
 
@@ -141,12 +141,12 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
     )
 
 
-def filtered_findings(setup: KeelSubject, drawn: Draws, thresholds: Thresholds) -> list[Finding]:
+def filtered_findings(setup: KeelSubject, drawn: Draws) -> list[Finding]:
     """Check filtered_logp, which importance weights are computed from, under the configured filters."""
     assert drawn.filtered_logp is not None
     gap = drawn.filtered_logp - drawn.logp(setup.sampling)
     gap = gap[gap.isfinite()]  # tokens that the filters exclude are reported by the test of draws
-    if close(setup, gap, thresholds):
+    if close(setup, gap):
         return []
     return [
         finding(

@@ -30,7 +30,6 @@ from keel.doctor.measure import Outcome
 from keel.doctor.probes.alternatives import Alternative, alternatives, configured_finding, drawn_finding, filter_odds
 from keel.doctor.probes.masks import foreign
 from keel.doctor.probes.reported import Reports, filtered_findings, reported_finding
-from keel.doctor.thresholds import Thresholds
 from keel.rollout.sampling import SamplingParams
 
 _TARGET_TOKENS = 1500  # number of tokens for the test of draws
@@ -39,9 +38,9 @@ _FURTHER = range(6, 6 + 6 * _TIMES)
 _STRANGE = 2  # number of times that random texts are continued
 
 
-def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_sampler(setup: KeelSubject) -> Outcome:
     """Compare the engine's log-probabilities with the policy's, and test whether the policy drew the tokens."""
-    own = ~foreign(setup, thresholds)
+    own = ~foreign(setup)
     drawn, reports = batch_draws(setup).where(own), Reports.of(setup, setup.groups, own)
     figures: dict[str, float] = {}
     findings: list[Finding] = []
@@ -51,23 +50,23 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     else:
         gap = reports.gap
         figures = {"gap_max": largest(gap), "gap_mean": reports.size, "kl_sampler": float(gap.mean())}
-        of_reports = _reported(setup, reports, thresholds)
+        of_reports = _reported(setup, reports)
         setup.shared["reported"] = of_reports[-1].code if of_reports else ""
         findings += of_reports
     if setup.sampling.filtered and all(finding.code == "sampler/filter" for finding in findings):
-        findings += filtered_findings(setup, drawn, thresholds)  # otherwise one error would be reported twice
-    repeated = [*noise_findings(setup, thresholds)]
+        findings += filtered_findings(setup, drawn)  # otherwise one error would be reported twice
+    repeated = [*noise_findings(setup)]
     findings += repeated
     if setup.shared["repeated steps"]:
         unchecked.append("sampler/filter: steps that repeat each other say nothing about the distribution")
         return Outcome("sampler", _one_per_code(findings), figures, (), tuple(unchecked))
-    more = _sample_more(setup, thresholds)
+    more = _sample_more(setup)
     ends = setup.policy.eos_ids
     chance, others, odds = _draw_statistics(more, setup.sampling, ends)
-    doubt, alarm = thresholds["sampler_doubt"], thresholds["sampler_draws"]
+    doubt, alarm = setup.thresholds["sampler_doubt"], setup.thresholds["sampler_draws"]
     decided = chance < alarm or odds > -math.log(alarm)
     if not decided and (chance < doubt or odds > -math.log(doubt)):  # undecided: test more and independent draws
-        more = _sample_more(setup, thresholds, rounds=_FURTHER)
+        more = _sample_more(setup, rounds=_FURTHER)
         chance, others, odds = _draw_statistics(more, setup.sampling, ends)
     figures |= {"draws": float(len(more)), "draws_chance": chance, "other_odds": odds}
     drawn_otherwise = chance < alarm or odds > -math.log(alarm)
@@ -76,9 +75,9 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     elif setup.shared.get("chosen actions"):
         unchecked.append("sampler/filter: the action mask does not match the drawn tokens (see mask/*)")
     elif drawn_otherwise:
-        findings.append(drawn_finding(more, setup, chance, others, odds, thresholds))
+        findings.append(drawn_finding(more, setup, chance, others, odds))
     elif setup.sampling.filtered:
-        findings.append(configured_finding(setup, more, thresholds))
+        findings.append(configured_finding(setup, more))
     lines = (
         f"sampler: {len(reports.drawn)} log-probabilities within {figures.get('gap_max', 0.0):.2g} nats of the "
         f"policy's; {len(more)} drawn tokens have a p-value of {chance:.2g} under the policy",
@@ -86,23 +85,23 @@ def probe_sampler(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
     return Outcome("sampler", _one_per_code(findings), figures, lines, tuple(unchecked))
 
 
-def _reported(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> list[Finding]:
+def _reported(setup: KeelSubject, reports: Reports) -> list[Finding]:
     """Findings about the reports for the batch; without errors, also about those for tokens after random texts.
 
     After the run's prompts, the log-probabilities of a confident policy hardly change even if a token of its context is
     wrong.
     """
-    found = [] if reports.close(thresholds) else [reported_finding(reports, thresholds)]
+    found = [] if reports.close(setup.thresholds) else [reported_finding(reports, setup.thresholds)]
     strange = strange_turns(setup, STRANGE_STEPS[0])
     if any(finding.severity == "error" for finding in found) or not strange:
         return found
     after = Reports.of(setup, strange)
-    if not len(after.drawn) or after.close(thresholds):
+    if not len(after.drawn) or after.close(setup.thresholds):
         return found
-    further = reported_finding(after, thresholds)
+    further = reported_finding(after, setup.thresholds)
     if further.severity != "error":
         return found
-    mild = after.size <= thresholds["scoring_gap_half"] or in_half_precision(setup)
+    mild = after.size <= setup.thresholds["scoring_gap_half"] or in_half_precision(setup)
     evidence = f"after random texts {further.evidence}"
     return [replace(further, evidence=evidence, severity="warning" if mild else "error")]
 
@@ -125,7 +124,7 @@ def _draw_statistics(
     return chance, others, float(both.logsumexp(0)) - math.log(2)
 
 
-def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = range(6)) -> Draws:
+def _sample_more(setup: KeelSubject, rounds: range = range(6)) -> Draws:
     """Enough additional tokens to distinguish two distributions. Other rounds give independent samples.
 
     Up to half of them follow random texts, where the policy is unsure and similar distributions differ most.
@@ -133,7 +132,7 @@ def _sample_more(setup: KeelSubject, thresholds: Thresholds, rounds: range = ran
     groups: list[Group] = []
     steps = range(STRANGE_STEPS[0], STRANGE_STEPS[0] + (_STRANGE if rounds.start == 0 else _STRANGE * _TIMES))
     strange = [group for step in steps for group in strange_turns(setup, step + 100 * rounds.start, step)]
-    excluded = foreign(setup, thresholds)
+    excluded = foreign(setup)
     first = min(_TARGET_TOKENS, most_tokens(setup))
     target = min(first * (1 if rounds.start == 0 else _TIMES), most_tokens(setup))
     length = max(1, int(setup.mask.sum()) // len(setup.mask))
@@ -163,7 +162,7 @@ _LEAST = -2.3  # lower bound of log p per token, so that a few foreign tokens do
 _SURE = 0.5  # nats of evidence; below it, the policy itself repeats completions and further groups would not help
 
 
-def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def noise_findings(setup: KeelSubject) -> Iterator[Finding]:
     """Steps and samples must not repeat each other more often than the policy itself does.
 
     Copies within a step are not reported if they are as frequent across steps: a sampler may be more confident than the
@@ -171,7 +170,7 @@ def noise_findings(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Findi
     """
     problems = [group.problem for group in setup.groups]
     other = setup.collect(problems, step=NOISE_STEP)
-    enough = -math.log(level(thresholds))
+    enough = -math.log(level(setup.thresholds))
     first, second = (strange_turns(setup, step) for step in STRANGE_STEPS)
     steps = log_mean_exp([repeated_steps(setup, setup.groups, other), repeated_steps(setup, first, second)])
     both = zip(_tokens([*setup.groups, *first]), _tokens([*other, *second]), strict=True)

@@ -15,7 +15,6 @@ from keel.doctor.findings import Advice, Finding, finding
 from keel.doctor.gap import eval_mode, no_dropout
 from keel.doctor.keel_subject import KeelSubject
 from keel.doctor.probes.exploration import policy_states, reference_states
-from keel.doctor.thresholds import Thresholds
 from keel.kl import k3
 from keel.models.fingerprint import effective_weights
 from keel.models.lora import adapter_is_zero
@@ -105,7 +104,7 @@ def reference_logp(setup: KeelSubject) -> Tensor:
     return ref
 
 
-def at_start(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, float]) -> list[Finding]:
+def at_start(setup: KeelSubject, figures: dict[str, float]) -> list[Finding]:
     assert setup.run.reference is not None
     mine = dict(effective_weights(setup.policy.model))
     fresh = setup.policy.lora is None or adapter_is_zero(setup.policy.model)
@@ -121,7 +120,7 @@ def at_start(setup: KeelSubject, thresholds: Thresholds, figures: dict[str, floa
     figures["parameters_policy"] = float(difference.policy_size)
     figures["parameters_reference"] = float(difference.reference_size)
     figures["tensors_that_differ"] = float(len(difference.differing))
-    limit = thresholds["kl_at_start"]
+    limit = setup.thresholds["kl_at_start"]
     start = figures["kl_at_start"]
     if not difference.same:
         return [_wrong(setup, difference, figures)]

@@ -51,12 +51,12 @@ _SAID, _TIMES, _SAMPLES = 12, 9, 16  # tokens that are repeated, how often, and 
 _MOVED = 10.0  # factor over the difference of the policy's own log-probabilities
 
 
-def probe_travel(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_travel(setup: KeelSubject) -> Outcome:
     """Compare each turn's text with its tokens, and each completion with the prompt that it is scored after."""
-    return Outcome("travel", (*text_findings(setup.whole), *_continued(setup, thresholds)))
+    return Outcome("travel", (*text_findings(setup.whole), *_continued(setup)))
 
 
-def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
+def _continued(setup: KeelSubject) -> Iterator[Finding]:
     """Report other prompts that explain the completions if the scored ones do not.
 
     Log-probabilities that are right for first turns and far off for later ones are a finding even without such prompts.
@@ -69,14 +69,14 @@ def _continued(setup: KeelSubject, thresholds: Thresholds) -> Iterator[Finding]:
         scored = draws(setup, groups)
         reported = ~scored.sample_logp.isnan()
         reports = Reports(setup, groups, scored.where(reported), reported)
-        doubt = _doubt(reports, scored, thresholds)
+        doubt = _doubt(reports, scored, setup.thresholds)
         if not doubt:
             continue
-        named = (_swapped(setup, groups, scored, thresholds) if not where and doubt == "large" else None) or (
-            _other_prompt(setup, groups, scored, thresholds) or _added_text(setup, reports, thresholds)
+        named = (_swapped(setup, groups, scored) if not where and doubt == "large" else None) or (
+            _other_prompt(setup, groups, scored) or _added_text(setup, reports)
         )
         only_later = where == "turns after the first" and not first_off
-        if named is None and only_later and reports.size > thresholds["foreign_gap"]:
+        if named is None and only_later and reports.size > setup.thresholds["foreign_gap"]:
             named = (
                 f"log-probabilities are off by {reports.size:.3g} nats on average, while those of first turns are "
                 "correct"
@@ -179,7 +179,7 @@ def _logp(setup: KeelSubject, drawn: Draws) -> Tensor:
     return drawn.logp(setup.sampling).nan_to_num(neginf=-50.0)
 
 
-def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> Finding | None:
+def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws) -> Finding | None:
     """Score every turn under every prompt of the batch, to find completions in the wrong order."""
     prompts = list(dict.fromkeys(group.prompt_tokens for group in groups))
     if len(prompts) < 2:
@@ -202,7 +202,7 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
         return None  # the reports fit the own prompts only; those of swapped completions would fit another
     nearest = off.argmin(-1) if by_report else likely.argmax(-1)
     left = float(off.gather(-1, nearest[:, None]).sum() / len(scored)) if by_report else math.inf
-    rounding = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    rounding = setup.thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
     # the minimum over many prompts is small by chance, so the limit is strict
     decisive = left <= min(closed(setup, before), rounding)
     chosen = nearest[scored.row]
@@ -211,7 +211,7 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
         logits[chosen == number] = drawn.logits[chosen == number]
     moved = sum(place != own for place, own in zip(nearest.tolist(), own_prompt, strict=False))
     chance = uniform_p_value(tail_masses(replace(scored, logits=logits), setup.sampling))
-    fits = chance > thresholds["sampler_explained"] and odds > _enough(setup, scored, thresholds)
+    fits = chance > setup.thresholds["sampler_explained"] and odds > _enough(setup, scored)
     if not moved or not (decisive or (fits and not by_report)):  # otherwise the reports would fit another prompt
         return None
     evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
@@ -231,7 +231,7 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresho
     )
 
 
-def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, thresholds: Thresholds) -> str | None:
+def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws) -> str | None:
     """Evidence for the changed prompt that closes the gap of the reports, else for the most likely one."""
     own, residual = _logp(setup, scored), _off(scored, setup.sampling)
 
@@ -252,11 +252,11 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
             f"the engine's log-probabilities are off by {residual:.3g} nats on average under the scored prompts and "
             f"by {best.residual:.2g} under {best.other.label}"
         )
-    if best is None or thresholds["scoring_gap_half"] < residual < math.inf:
+    if best is None or setup.thresholds["scoring_gap_half"] < residual < math.inf:
         return None  # reports that are off would fit the prompt that was continued
     best = max(fits, key=lambda entry: entry.gain)
     odds = log_mean_exp([entry.gain for entry in fits])
-    if odds <= _enough(setup, scored, thresholds) or best.chance <= thresholds["sampler_explained"]:
+    if odds <= _enough(setup, scored) or best.chance <= setup.thresholds["sampler_explained"]:
         return None
     return (
         f"{len(scored)} drawn tokens are more likely under {best.other.label} by odds of e^{odds:.3g} (p-value of the "
@@ -264,7 +264,7 @@ def _other_prompt(setup: KeelSubject, groups: Sequence[Group], scored: Draws, th
     )
 
 
-def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) -> str | None:
+def _added_text(setup: KeelSubject, reports: Reports) -> str | None:
     """Evidence that the engine puts unknown text before the prompt.
 
     In a prompt that repeats one token, all attention values are equal. With rotary positions, the next token's
@@ -282,15 +282,15 @@ def _added_text(setup: KeelSubject, reports: Reports, thresholds: Thresholds) ->
             rows.setdefault((drawn.texts[row][0], token), []).append(pair)
         return {key: same[0] for key, same in rows.items() if largest(torch.stack(same) - same[0]) <= limit}, drawn
 
-    limit = thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
+    limit = setup.thresholds["scoring_gap_half" if in_half_precision(setup) else "scoring_gap"]
     (once, one), (often, many) = reported(1, _REPEATED_STEP), reported(_TIMES, _REPEATED_STEP)
     if not (common := once.keys() & often.keys()):
         return None
     moved, own = (float(x) for x in torch.stack([once[key] - often[key] for key in common]).abs().mean(0))
-    rounding = thresholds["precision_times"] * average(reports.rounding)
+    rounding = setup.thresholds["precision_times"] * average(reports.rounding)
     again = [reported(times, _REPEATED_STEP + 1)[1] for times in (1, _TIMES)]
     doubts = [min(chance_of(drawn, setup.sampling) for drawn in pair) for pair in ((one, many), again)]
-    if not moved > max(limit, _MOVED * own, rounding) or max(doubts) > thresholds["sampler_doubt"]:
+    if not moved > max(limit, _MOVED * own, rounding) or max(doubts) > setup.thresholds["sampler_doubt"]:
         return None  # if the draws are the policy's, only the reports are wrong
     return (
         f"the engine's log-probabilities are off by {reports.size:.3g} nats on average; for the same next token, they "
@@ -312,7 +312,7 @@ def _refined(groups: Sequence[Group], fits: Sequence[_Fit], fit: Callable[[Other
     return more
 
 
-def _enough(setup: KeelSubject, scored: Draws, thresholds: Thresholds) -> float:
+def _enough(setup: KeelSubject, scored: Draws) -> float:
     """The log evidence ratio, in nats, that another prompt needs: above chance and above any sampling options'."""
     plain = unfiltered(setup.sampling)
     own = float(_logp(setup, scored).sum())
@@ -322,7 +322,7 @@ def _enough(setup: KeelSubject, scored: Draws, thresholds: Thresholds) -> float:
 
     warmer = replace(plain, temperature=best_temperature(plain, cost))
     return max(
-        -math.log(thresholds["travel_chance"]),
+        -math.log(setup.thresholds["travel_chance"]),
         -own - cost(warmer),
         *(-own - cost(params) for _, params in filters(plain)),
         alternatives(scored, plain, setup.policy.eos_ids)[1],

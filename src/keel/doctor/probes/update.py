@@ -67,7 +67,7 @@ def gradient_norm(gradients: list[Tensor | None]) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients if g is not None))
 
 
-def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
+def probe_update(setup: KeelSubject) -> Outcome:
     """Measure the KL of the first update at its own learning rate and at the peak rate. Both updates are undone.
 
     Under Adam, first updates have full length however noisy the gradient is, which a warm-up is meant for. Momentum
@@ -90,8 +90,8 @@ def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         "real_rewards": float(real_rewards),
         "room": _room(setup),
     }
-    if _too_far(figures, thresholds):
-        most = max(thresholds["kl_per_update"], figures["room"]) / thresholds["update_margin"]
+    if _too_far(figures, setup.thresholds):
+        most = max(setup.thresholds["kl_per_update"], figures["room"]) / setup.thresholds["update_margin"]
         figures["fitting_rate"] = peak * next((factor for factor in LOWER if first.kl(factor) <= most), LOWER[-1])
     setup.of_batch["update"] = first
     line = (
@@ -99,7 +99,7 @@ def probe_update(setup: KeelSubject, thresholds: Thresholds) -> Outcome:
         f"to the policy before it {kl:.2g} nats per token"
         + ("" if real_rewards else "; random signs were used instead of advantages")
     )
-    return Outcome("update", tuple(_findings(figures, thresholds, setup.config)), figures, (line,))
+    return Outcome("update", tuple(_findings(figures, setup.thresholds, setup.config)), figures, (line,))
 
 
 def scored(setup: KeelSubject) -> StepBatch:

@@ -39,7 +39,7 @@ def measure_sampler(subject: Any) -> Outcome:
     if drawn.filtered_logp is None or bool(drawn.filtered_logp.isnan().all()):
         unchecked.append("sampler/precision: the sampler reports no log-probabilities; its tokens are tested instead")
     elif params.filtered:
-        findings += filtered_findings(subject, drawn, limits)
+        findings += filtered_findings(subject, drawn)
     else:
         figures |= {"gap_max": largest(reports.gap), "gap_mean": reports.size}
         findings += [] if reports.close(limits) else [reported_finding(reports, limits)]
@@ -51,9 +51,9 @@ def measure_sampler(subject: Any) -> Outcome:
         chance = chance_of(drawn, params)
         figures |= {"draws": float(len(drawn)), "draws_chance": chance}
         if chance < limits["sampler_draws"] and not findings:
-            findings.append(drawn_finding(drawn, subject, chance, [], 0.0, limits))
+            findings.append(drawn_finding(drawn, subject, chance, [], 0.0))
         if params.filtered:
-            findings.append(configured_finding(subject, drawn, limits))
+            findings.append(configured_finding(subject, drawn))
     shown = ", ".join(f"{name} {value:.2g}" for name, value in figures.items())
     return Outcome("sampler", tuple(findings), figures, (f"sampler: {shown}",), tuple(unchecked))
 
@@ -75,7 +75,7 @@ def measure_reference(subject: TrlSubject) -> Outcome:
         gap = (given - reference.forward_logp())[seen]
     figures = {"kl_at_start": float(k3(d).mean()), "gap_max": largest(gap)}
     findings: list[Finding] = []
-    if not close(subject, gap, subject.thresholds):
+    if not close(subject, gap):
         findings.append(_not_its_own(subject, gap))
     elif figures["kl_at_start"] > subject.thresholds["kl_at_start"]:
         findings.append(_at_start(subject, d, seen))
@@ -85,7 +85,7 @@ def measure_reference(subject: TrlSubject) -> Outcome:
     if again is not None:
         drift = (again - subject.batch["ref_per_token_logps"])[subject.of_batch_width(seen)].float()
         figures["moved_by"] = average(drift)
-        findings += [] if close(subject, drift, subject.thresholds) else [_moving(subject, average(drift))]
+        findings += [] if close(subject, drift) else [_moving(subject, average(drift))]
     line = f"reference: KL(policy‖reference) is {figures['kl_at_start']:.2g} nats per token at the start"
     return Outcome("reference", tuple(findings), figures, (line,), unchecked)
 
