@@ -95,7 +95,7 @@ def test_every_change_changes_something_and_is_undone(build: Callable[[], Any]) 
     with torch.no_grad():
         for what, _, settings in changes(model):
             with set_for_a_while(settings):
-                assert not torch.equal(logits(), before) or "base 10000" in what or "layernorm" in what
+                assert not torch.equal(logits(), before) or "base of 10000" in what or "layernorm" in what
             assert torch.equal(logits(), before), what
             names.add(what)
     assert len(names) > 8
