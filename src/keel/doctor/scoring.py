@@ -57,7 +57,7 @@ def _errors(subject: Any) -> Tensor:
     return (subject.score() - expected)[known]
 
 
-GAP = Gap(_errors, lambda subject, errors: close(subject, errors), closed)
+GAP = Gap(_errors, close, closed)
 
 # ------------------------------------------------------------------------ explanations of a gap
 
