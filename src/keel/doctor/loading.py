@@ -283,7 +283,7 @@ def measure_loading(subject: KeelSubject) -> Outcome:
     if found := sorted(subject.found.intersection(_CODES)):
         return Outcome.of("loading", [Verdict.unchecked(_CODES, f"{found[0]} was already found")])
     verdicts = []
-    simpler = [hypothesis for name, hypothesis in subject.tried.items() if name in SIMPLER]
+    simpler = list(subject.tried.values())  # other prompts may explain the same gain
     for table in TABLES.values():
         verdict, _ = decide(table, subject, alpha=level(subject.thresholds, looks=1), simpler=simpler)
         verdicts.append(verdict)
@@ -293,7 +293,5 @@ def measure_loading(subject: KeelSubject) -> Outcome:
 
 
 _CODES = ("model/tokenizer", "model/missing-weights")
-# alternative prompts that may explain the same gain
-SIMPLER = ("a part of the template", "the system prompt", "what questions share")
 
 __all__ = ["TABLES", "measure_loading"]
