@@ -96,12 +96,19 @@ def test_bad_settings_are_one_line(lora: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [{"r": 5}, {"r": [1]}, {"target_modules": 5}, None],
+    ids=["another rank", "a list as rank", "a number as modules", "no weights"],
+)
+def test_an_adapter_that_does_not_fit_is_refused(tmp_path: Path, wrong: dict[str, Any] | None) -> None:
     model: Any = load_model("tiny", device="cpu", lora={"r": 2}).model
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 5}))
-    with pytest.raises(KeelError, match="does not fit") as caught:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **(wrong or {})}))
+    if wrong is None:
+        (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(KeelError, match=str(tmp_path)) as caught:
         load_model("tiny", device="cpu", lora={"adapter": str(tmp_path)})
     assert "\n" not in str(caught.value)
 
