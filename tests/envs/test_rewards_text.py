@@ -117,6 +117,12 @@ def test_cosine_keeps_its_bounds_and_its_order(first: int, second: int, longest:
         ("72", "I do not know", 0.0, False),
         ("72", "", 0.0, False),
         ("7", "\\boxed{9^{9^{9^{9}}}}", 0.0, False),
+        ("7", "\\boxed{9 ** 9 ** 9}", 0.0, False),
+        ("7", "\\boxed{(1 + 1)**99999}", 0.0, False),
+        ("7", "\\boxed{(9999!)!}", 0.0, False),
+        ("7", "\\boxed{(2\\cdot(999!+1))!}", 0.0, False),
+        ("18000", "Total: **18000** (12 months of $1500). It is \\boxed{18000}", 1.0, True),
+        ("18000", "Step 1) **18000** in all, great! (as shown)! \\boxed{18000}", 1.0, True),
     ],
 )
 def test_mathematics_is_compared_as_such(answer: str, text: str, value: float, parsed: bool) -> None:

@@ -293,7 +293,7 @@ def test_an_overflow_that_the_loss_scaler_handles_is_no_defect_of_the_policy() -
         state, metrics, _ = train_step(run, state)
         assert (metrics["guard/skipped"], metrics["guard/overflow"], metrics["guard/nonfinite"]) == (1.0, 1.0, 0.0)
         assert run.optimizer.loss_scale == 2.0 ** (16 - halvings)
-        assert (state.good, state.policy_version, state.confirmed) == (True, 0, state.step - 1)
+        assert (state.good, state.policy_version, state.confirmed) == (True, 0, 0)
         assert find_violation(state, metrics, run.guards) is None
     assert torch.equal(weights(run), before)
     state, metrics, _ = train_step(run, state)
@@ -314,19 +314,20 @@ def test_non_finite_numbers_that_no_loss_scale_removes_are_counted(overrides: tu
     assert violation.code == "optim/non-finite"
 
 
-def test_a_rollback_does_not_raise_the_loss_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scale", "after"), [(64.0, 64.0), (1.0, 2.0**16)], ids=["backed off", "not the cause"])
+def test_a_rollback_keeps_a_loss_scale_that_has_backed_off(tmp_path: Path, scale: float, after: float) -> None:
     run, state = make()
     fp16(run, limit=math.inf)
     with RunDirectory.create(tmp_path / "run") as directory:
         save_checkpoint(directory.checkpoints, run, state)
-        run.optimizer.limit_loss_scale(0.0, 64.0)
+        run.optimizer.limit_loss_scale(0.0, scale)
         violation = GuardViolation("optim/non-finite", "", "rollback")
         back = roll_back(directory, MultiLogger(Logger()), run, train_step(run, state).state, violation)
         assert back is not None
-        assert run.optimizer.loss_scale == 64.0
+        assert run.optimizer.loss_scale == after
         fp16(run, limit=math.inf)  # a resume builds a new scaler
         state = load_checkpoint(directory.checkpoints / "step-0", run)
-        assert run.optimizer.loss_scale == 64.0
+        assert run.optimizer.loss_scale == after
         assert train_step(run, state).state.max_loss_scale is None
 
 

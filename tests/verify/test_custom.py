@@ -25,6 +25,10 @@ def own_k2_of_ratio(d):
     return d * d / 2
 
 
+def own_k2_in_fp32_of_ratio(d):
+    return d.float() ** 2 / 2
+
+
 def own_weighted(logp, ref_logp, old_logp):
     return (logp - old_logp).exp().detach() * (logp - ref_logp) ** 2 / 2
 
@@ -132,8 +136,11 @@ def test_an_estimator_has_parameters_of_its_own_and_is_audited_with_them():
     assert kl_of(name).estimator == name
     assert torch.equal(estimate(name, logp, ref_logp), own_k2(logp, ref_logp))
     assert torch.equal(estimate(f"{HERE}:scaled_k2(scale=3)", logp, ref_logp), 3 * own_k2(logp, ref_logp))
-    verdicts = [[fact.expected_gradient for fact in estimator_facts(n)] for n in (name, f"{HERE}:own_k2_of_ratio")]
-    assert verdicts[0] == verdicts[1]
+    verdicts = [
+        [fact.expected_gradient for fact in estimator_facts(n)]
+        for n in (name, f"{HERE}:own_k2_of_ratio", f"{HERE}:own_k2_in_fp32_of_ratio")
+    ]
+    assert verdicts[0] == verdicts[1] == verdicts[2]
     with pytest.raises(KeelError, match="no divergence's gradient"):  # three times the gradient
         kl_of(f"{HERE}:scaled_k2(scale=3)")
     assert kl_of(f"{HERE}:scaled_k2(scale=1.0)").estimator.endswith("(scale=1.0)")

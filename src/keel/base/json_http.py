@@ -86,7 +86,7 @@ def ask(
         headers={"Content-Type": "application/json", **_headers(headers, option)},
         timeout=timeout_s,
         verify=certificates(trust_env=True),
-        follow_redirects=False,  # a followed 301, 302 or 303 becomes a GET without the body
+        follow_redirects=False,  # 301 to 303 drop the body; 307 and 308 may send it to another server
     ) as client:
         content = None if body is None else json.dumps(body).encode()
         for attempt in range(retries + 1):

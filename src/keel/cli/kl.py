@@ -185,8 +185,8 @@ Without options: verify all facts and print them as tables (exit status 1 if one
 
 With --peers: verify the KL terms of installed trainers (TRL, verl and others) by calling their functions.
 
-With --formula or --callable: report what the value estimates, the expected gradient in the loss and in the reward, on-
-and off-policy, where the formula overflows, and which estimator to use instead.
+With --formula or --callable: report what the value estimates, the expected gradient in the loss, the advantage and
+the reward, on- and off-policy, where the formula overflows, and which estimator to use instead.
 
 Examples:
 

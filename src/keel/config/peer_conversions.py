@@ -279,8 +279,8 @@ def _batches(given: Given, name: str, value: Any) -> int:
         total = given.first("max_steps", "run.max_steps")
         if total is None or number("max_steps", total, "give a whole number") < 1:
             raise KeelError(
-                f"{name}={value:g} is a fraction of the steps, but max_steps is not given: set run.max_steps, or give "
-                "a number of steps"
+                f"{name}={value:g} is a fraction of the steps, but max_steps is not given: set run.max_steps, or set "
+                "the number of steps by hand"
             )
         steps = math.ceil(steps * total)
         if given.get("max_steps") is None:  # the total is already in batches

@@ -23,8 +23,9 @@ FORGOTTEN = 0.01  # a problem whose decayed number of groups is lower is removed
 
 
 def has_signal(group: Group) -> bool:
-    """Whether the rewards of a group differ."""
-    return len({reward.total for reward in group.rewards}) > 1
+    """Whether the rewards of a group differ and the policy sampled any of its tokens."""
+    acted = any(any(completion.action) for completion in group.completions)
+    return acted and len({reward.total for reward in group.rewards}) > 1
 
 
 @dataclass(frozen=True)

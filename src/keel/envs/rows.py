@@ -73,13 +73,13 @@ def read_rows(path: str | Sequence[str], split: str = "train") -> DataRows:
 def _joined(paths: Sequence[str], several: Sequence[DataRows]) -> DataRows:
     """The rows of several sources. If file names are equal, locations have the whole path."""
     names = [name for part in several for name in part.files]
-    if len(set(names)) < len(names):
-        several = [_with_path(path, part) for path, part in zip(paths, several, strict=True)]
-        read: set[Path] = set()
-        for name in (name for part in several for name in part.files):
-            if (file := Path(name).expanduser().resolve()) in read:
-                raise KeelError(f"data.path names {name} twice: leave one out")
-            read.add(file)
+    located = [_with_path(path, part) for path, part in zip(paths, several, strict=True)]
+    read = set[Path]()
+    for name in (name for part in located for name in part.files):
+        if (file := Path(name).expanduser().resolve()) in read:
+            raise KeelError(f"data.path names {name} twice: leave one out")
+        read.add(file)
+    several = located if len(set(names)) < len(names) else several
     rows = tuple(row for part in several for row in part.rows)
     broken = tuple(row for part in several for row in part.broken)
     return DataRows(f"{paths[0]} and {len(paths) - 1} more", rows, broken)

@@ -122,9 +122,11 @@ class Collector:
                 f"every group of step {step} was skipped; the last failure is reward {self.judge.failures[-1]}"
             )
         if problems and not any(any(c.action) for group in groups for c in group.completions):
+            failed = self.judge.failures[recorded:]
+            why = f"; the last failure is reward {failed[-1]}" if failed else ""
             raise KeelError(
                 f"no episode of step {step} called the model: task {self.task.name!r} ended each one before its first "
-                "call"
+                f"call{why}"
             )
         if self.release:
             self.engine.release()

@@ -254,7 +254,7 @@ class PlayCollector(Collector):
             for tokens, sampled in reversed(episode.branches)
             if (branch := self._branch(key, tuple(tokens), sampled, prompt, calls, trained)) is not None
         ]
-        last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else "length"
+        last_call = calls.drawn[key][-1][1].stop_reason if calls.drawn[key] else ""
         stop = "length" if key in calls.full else episode.stop or last_call
         if not branches:  # an episode that ended before its first turn gets one token that is not trained
             branches = [Completion((self._untrained,), (False,), (0.0,), (0.0,), "", stop)]

@@ -86,10 +86,16 @@ def save_checkpoint(folder: Path, run: TrainingRun, state: State, *, about: Mapp
 def _move_into_place(temporary: Path, target: Path) -> None:
     """Rename a complete folder to `target`. The folder that it replaces is removed when the new one is on disk."""
     replaced = target.with_name(f"{_REPLACED}{target.name}")
-    if target.exists():  # a step is saved again after a rollback
+    replaces = target.exists()  # a step is saved again after a rollback
+    if replaces:
         shutil.rmtree(replaced, ignore_errors=True)
         target.rename(replaced)
-    temporary.rename(target)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if replaces:
+            replaced.rename(target)
+        raise
     sync_folder(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -397,6 +403,8 @@ def drop_after(folder: Path, step: int) -> None:
     for path in step_folders(folder):
         if step_of(path) > step:
             _remove(path)
+    for replaced in folder.glob(f"{_REPLACED}*"):  # `clean` would restore one whose checkpoint was dropped
+        _remove(replaced)
 
 
 def _remove(path: Path) -> None:

@@ -28,6 +28,7 @@ from keel.trainer.checkpoint import (
 )
 from keel.trainer.guards import GuardViolation
 from keel.trainer.integrity import find_damage
+from keel.trainer.optim import MIN_LOSS_SCALE
 from keel.trainer.state import State, TrainingRun
 
 
@@ -85,7 +86,9 @@ def _go_back(
     outcome: str,
     **changes: Any,
 ) -> State | None:
-    world, changes = run.world, {**changes, "max_loss_scale": run.optimizer.loss_scale}
+    world, scale = run.world, run.optimizer.loss_scale
+    if scale is not None and scale > MIN_LOSS_SCALE:  # at the least scale, the scale was not the cause
+        changes["max_loss_scale"] = scale
     target = world.broadcast(_intact_target(directory, loggers, state) if world.is_main else None)
     if target is None:
         return None

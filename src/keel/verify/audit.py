@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keel.base.errors import KeelError
-from keel.kl.facts import MEANINGS, POLICY_REF, REF_POLICY
+from keel.kl.facts import JSD, MEANINGS, POLICY_REF, REF_POLICY, TOPK
 from keel.kl.placement import advantage_penalty, kl_score_loss, reward_penalty
 from keel.kl.ratios import select
 from keel.verify.formula import UserCallable
@@ -69,7 +69,9 @@ def audit(formula: Formula | UserCallable, text: str, bandits: list[Bandit] | No
         equal = EQUAL if formula.dtype == torch.float64 else 1e3 * torch.finfo(formula.dtype).eps
         formula = formula.formula
     _check_usable(formula, text, bandits)
-    one_token = [(bandit, bandit.kl_gradients) for bandit in bandits]
+    # JSD and top-k have parameters, of which the enumeration knows one value each
+    known = [{name: of for name, of in bandit.kl_gradients.items() if name not in (JSD, TOPK)} for bandit in bandits]
+    one_token = list(zip(bandits, known, strict=True))
     sequences = [(world, _sequence_gradients(world)) for world in _sequence_worlds()]
 
     def in_loss(bandit: Bandit, sampling: str) -> Tensor:

@@ -21,16 +21,16 @@ def estimator_facts(name: str) -> tuple[Fact, ...]:
     """
     if not is_custom(name):
         return ()
-    from keel.kl.estimators import call_checked, custom_estimator, takes_ratio  # these import torch
+    from keel.kl.estimators import custom_estimator, takes_ratio  # these import torch
     from keel.verify.audit import audit
     from keel.verify.formula import checked_callable
 
     function = custom_estimator(name)
 
-    def of_ratio(logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-        return call_checked(name, function, ref - logp)
+    def of_ratio(logp: Tensor, ref: Tensor) -> Any:
+        return function(ref - logp)
 
-    return rows_of(name, audit(of_ratio if takes_ratio(function) else checked_callable(name, function), name))
+    return rows_of(name, audit(checked_callable(name, of_ratio if takes_ratio(function) else function), name))
 
 
 def rows_of(name: str, report: dict[str, Any]) -> tuple[Fact, ...]:

@@ -437,7 +437,7 @@ def test_what_would_train_otherwise_than_the_file_says_is_refused(tmp_path, opti
 
 def test_a_switch_without_its_coefficient_is_refused_in_a_configuration():
     """Loaded as it is, nothing fills in verl's 0.001, and β would stay 0."""
-    with pytest.raises(KeelError, match=r"kl_loss_coef: give it or kl\.beta"):
+    with pytest.raises(KeelError, match=r"kl_loss_coef.*kl\.beta"):
         load_config({A + "use_kl_loss": True})
     assert load_config({A + "use_kl_loss": True, "kl": {"beta": 0.1}}).kl.beta == 0.1
 

@@ -235,7 +235,7 @@ class UnsharedPrefixDecoder:
         self.device = next(model.parameters()).device
         self.drop, self.cached = drop, cached
         parameters = inspect.signature(self.inner.forward).parameters
-        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
 
     def prefill(self, prompts: Sequence[Sequence[int]], prompt_of: Sequence[int], length: int) -> Tensor:
@@ -255,21 +255,20 @@ class UnsharedPrefixDecoder:
 
     def _forward(self, bucket: int, ids: Tensor) -> Tensor:
         """The next logits after `ids`, the last tokens of the bucket's contexts."""
-        ids, stop = ids.to(self.device), self.origin + self.contexts[bucket].shape[1]
-        if self.cached and self.caches[bucket] is None and ids.shape[1] > 1 and padding_columns(ids):
-            # A sliding window needs a mask, with which the last query would be wrong. Decode it as a step instead.
-            self._run(bucket, ids[:, :-1], stop - 1)
-            ids = ids if self.caches[bucket] is None else ids[:, -1:]
-        return self._run(bucket, ids, stop)
-
-    def _run(self, bucket: int, ids: Tensor, stop: int) -> Tensor:
-        """Forward tokens that end before position `stop`, and keep the cache."""
-        inputs = {} if self.caches[bucket] is None else {"past_key_values": self.caches[bucket]}
+        ids, inputs = ids.to(self.device), dict[str, Any]()
+        if self.caches[bucket] is not None:
+            inputs["past_key_values"] = self.caches[bucket]
+        # A sliding window needs a mask. Padding must not be cached, so the next step reads the row again.
+        padding = 0 if inputs else padding_columns(ids)
+        ids, cached = torch.cat((ids, ids[:, :padding]), dim=1), self.cached and not padding
         if self._takes_positions:
+            stop = self.origin + self.contexts[bucket].shape[1] + padding
             inputs["position_ids"] = torch.arange(stop - ids.shape[1], stop, device=self.device).expand(len(ids), -1)
-        out = self.model(input_ids=ids, use_cache=self.cached, **self._options, **inputs)
-        self.caches[bucket] = getattr(out, "past_key_values", None) if self.cached else None
-        logits: Tensor = out.logits[:, -1]
+        if self._keeps_logits:
+            inputs["logits_to_keep"] = 1 + padding
+        out = self.model(input_ids=ids, use_cache=cached, **inputs)
+        self.caches[bucket] = getattr(out, "past_key_values", None) if cached else None
+        logits: Tensor = out.logits[:, -1 - padding]
         return logits
 
     def keep_rows(self, live: list[int]) -> list[int]:
