@@ -84,6 +84,7 @@ def commands():
                 yield from ((page.name, line) for line in lines if line.startswith(("keel ", RECIPE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
 def test_a_command_that_a_page_names_is_one(page, line, monkeypatch):
     """Commands exist with their flags; the options that they are given load over the configuration that is named."""

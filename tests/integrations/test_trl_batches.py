@@ -34,6 +34,7 @@ def test_rollouts_have_the_prompt_and_the_reward_of_their_own_batch(tmp_path):
         assert sum(advantages) == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "per_generation", "accumulated", "steps", "moves"),
     [(3, 1, 2, 6, 4), (1, 3, 2, 6, 4), (2, 2, 1, 8, 2)],

@@ -96,6 +96,7 @@ def with_a_used_optimizer(out):
     return trainer_of(out, model=model, keel={"optimizers": (optimizer, None)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [trainer_of, lora_trainer, of_keel, with_a_used_optimizer, with_a_frozen_adapter, with_another_reference]
 )

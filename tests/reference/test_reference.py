@@ -223,6 +223,7 @@ def test_a_bf16_average_does_not_stall() -> None:
     assert (moved != start).float().mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("kind", "setup"), cases())
 def test_a_reference_restores_itself_into_a_new_process(kind: str, setup: str, offload: bool, adapter: Path) -> None:

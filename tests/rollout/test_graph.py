@@ -197,6 +197,7 @@ def adapted(name: str, *, targets: str | list[str] = "all-linear", seed: int = 0
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("graphed")
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
 @pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3"])

@@ -128,6 +128,7 @@ def engine() -> NativeEngine:
     return NativeEngine(shapes.model("llama"), shapes.tokenizer())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{}, {"top_k": 30, "top_p": 0.9}, {"temperature": 0.0}, {"stop": ("e",)}, {"max_batch": 2}], ids=str
 )
@@ -148,6 +149,7 @@ def test_episodes_of_one_turn_are_those_of_an_ordinary_rollout(changes: Any, eng
             assert completion.branches == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("at_once", [256, 4])
 def test_rollouts_repeat_to_the_last_digit_whatever_the_tools_take(
@@ -248,6 +250,7 @@ async def hanging(problem: Problem, sample: int, prompt: Any, ask: Ask) -> Playe
     return await once(problem, sample, prompt, ask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "cause"), [(failing, "no such tool"), (hanging, "reward.timeout_s")])
 @pytest.mark.parametrize("on_error", ["zero", "skip_group", "stop"])
 def test_an_episode_that_fails_or_hangs_is_recorded(

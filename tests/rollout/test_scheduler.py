@@ -94,6 +94,7 @@ def done(passes: list[tuple[str, Any]]) -> RolloutPasses:
     return RolloutPasses(*(tuple(what for kind, what in passes if kind == wanted) for wanted in ("prefill", "step")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch", [None, 3, 6, 8, 11, 40])
 @pytest.mark.parametrize("lengths", [[6], [3, 9, 20, 5], [12, 2, 2, 2, 2]])
 def test_the_engine_does_what_is_simulated(

@@ -78,6 +78,7 @@ def assert_same(response: httpx2.Response, expected: Completion) -> None:
     assert choice["finish_reason"] == ("length" if expected.stop_reason == "length" else "stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.01}, {"stop": ("e", "a")}, {"temperature": 0.0}],
@@ -113,6 +114,7 @@ def slowed(sampler: NativeEngine, seconds: float) -> threading.Event:
     return drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.8}], ids=["equal", "others"])
 def test_a_late_request_joins_the_running_batch(changes: dict[str, float], plain: NativeEngine) -> None:
     """With equal parameters it is answered before the long one that was there first, with others after it."""

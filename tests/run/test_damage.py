@@ -245,6 +245,7 @@ def test_a_run_without_its_configuration_is_not_resumed(run: Path, beta: float, 
     assert not (run / "config.yaml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     ["pytorch_model.bin", "model.safetensors.index.json", "adapter_config.json", "chat.jinja", "trainer/extra.pt"],

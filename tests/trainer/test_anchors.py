@@ -129,6 +129,7 @@ def test_the_steps_gradient_is_that_of_both_sums_over_the_vocabulary() -> None:
         assert (got - parameter.grad).abs().max() < 1e-5 * parameter.grad.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mine", "theirs"),
     [

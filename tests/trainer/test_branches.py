@@ -68,6 +68,7 @@ def step(*overrides: str, cut: bool) -> tuple[dict[str, float], torch.Tensor, An
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -57,6 +57,7 @@ def test_it_learns_the_gold_answers() -> None:
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_leaves_the_share_of_other_tokens_that_its_optimum_has() -> None:
     """max log p + c·H has p with p + (V − 1)·p·exp(−1/(c·p)) = 1, and the other tokens share the rest evenly."""
     loaded = build_policy(small_config())

@@ -20,10 +20,12 @@ def checks():
     return [check for _, section in run() for check in section]
 
 
+@pytest.mark.slow
 def test_every_fact_holds(checks):
     assert [check for check in checks if not check.ok] == []
 
 
+@pytest.mark.slow
 def test_every_row_of_the_facts_is_proven(checks):
     proven = [check.fact for check in checks]
     assert len(proven) == len(set(proven))
