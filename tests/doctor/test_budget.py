@@ -23,9 +23,7 @@ from keel.doctor.probes.collection import probe_collection
 from keel.doctor.probes.reach import probe_reach
 from keel.doctor.probes.update import probe_update, scored
 from keel.doctor.subject import Budget
-from keel.doctor.thresholds import load_thresholds
 
-LIMITS = load_thresholds()
 LONG = ("model.name=doctor.schooled:fresh_model", "rollout.max_completion_length=40")  # noise seldom ends
 
 

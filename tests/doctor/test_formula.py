@@ -122,7 +122,7 @@ def test_plain_k3_is_the_forward_kl_and_its_code_is_measured_against_that() -> N
     assert diagnosis.findings == ()
     assert row.verdict == "confirmed"
     assert "∇KL(ref‖policy)" in row.figure
-    assert "measured on this batch: cosine 1.000 to it" in row.figure
+    assert "measured on this batch is 1.000" in row.figure
     assert row.action.startswith("set kl.gradient=auto for ∇KL(policy‖ref), or keep it")
     assert h03(check_history(configured(kl__gradient="plain")).hypotheses).action == row.action
     figures = probe_kl_term(on_the_bench(config)).figures

@@ -12,10 +12,7 @@ from keel.base.types import Problem
 from keel.doctor.asking import CUT_SHORT, CUTS, SAID_OTHERWISE, _places, reworded
 from keel.doctor.probes.problems import eval_leak, leak_findings, system_leaks
 from keel.doctor.probes.prompts import Prompt, _leaks, _lost, form_findings
-from keel.doctor.thresholds import load_thresholds
 from keel.models.tiny import CHAT_TEMPLATE
-
-LIMITS = load_thresholds()
 
 
 def test_the_end_of_what_questions_share_is_tried() -> None:

@@ -14,11 +14,8 @@ from keel.doctor.keel_subject import KeelSubject, build_subject
 from keel.doctor.probes.collection import probe_truncation
 from keel.doctor.probes.objective import amplification, group_spreads, probe_advantage, token_weights
 from keel.doctor.probes.update import loss_gradients, one_digit, probe_update, scored, undone, with_signal
-from keel.doctor.thresholds import load_thresholds
 from keel.losses.reductions import get_reduction
 from keel.models.fingerprint import fingerprint
-
-LIMITS = load_thresholds()
 
 
 @pytest.fixture(scope="module")

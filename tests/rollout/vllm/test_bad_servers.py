@@ -61,9 +61,9 @@ def assert_one_line(error: pytest.ExceptionInfo[KeelError]) -> None:
         ({"tokenizer": vocabulary_digest(tiny_tokenizer())}, "another tokenizer"),
         ({"protocol": PROTOCOL + 1}, "another version of Keel"),
         ({"dtype": "tensor"}, "type 'tensor'"),
-        ({"dtype": 32}, "has the dtype 32"),
-        ({"parts": None}, "has the parts None"),
-        ({"context": "long"}, "has the context 'long'"),
+        ({"dtype": 32}, "dtype=32"),
+        ({"parts": None}, "parts=None"),
+        ({"context": "long"}, "context='long'"),
     ],
 )
 def test_a_server_of_something_else(facts: dict[str, Any], message: str) -> None:

@@ -169,6 +169,9 @@ def cut_down(log: Log) -> CheckResults:
 def skips(log: Log) -> CheckResults:
     """The share of updates that guards skipped."""
     skipped = log.need("guard/skipped", "the share of skipped updates")
+    overflow = log.get("guard/overflow")
+    if overflow is not None:  # fp16: these updates only lower the loss scale
+        skipped = Series.of((step, share - lowered) for step, share, lowered in skipped.beside(overflow))
     if len(skipped.finite) >= RECENT and skipped.mean > log.limits["skipped_most"]:
         yield finding(
             "guard/skips-all",

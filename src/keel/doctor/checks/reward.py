@@ -139,7 +139,7 @@ def cliff(log: Log) -> CheckResults:
         "reward/cliff",
         f"{percent(share)} of {len(rewards)} recorded completions earn {lowest:g}{read}; the next reward is "
         f"{gap:.3g} higher, and the range of the others is {spread:.3g}",
-        "failing costs more than a right answer can earn, so a success or failure by chance dominates the update",
+        "failing costs far more than the other rewards differ by, so a success by chance dominates the update",
         "use a graded reward: parts for the format before the content, and −0.3 or 0 for a malformed answer instead of "
         f"{lowest:g}" + ("; reward.warmup_steps phases the reward in" if log.source == "keel" else ""),
     )

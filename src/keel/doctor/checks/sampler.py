@@ -102,8 +102,7 @@ def sampler(log: Log) -> CheckResults:
     since = (
         "the gap exists from the first step, so stale weights are not the cause"
         if first.steps[0] <= 1
-        else f"the gap exists since the log begins, at step {first.steps[0]:.0f}, so stale weights may be the cause; "
-        "other causes"
+        else f"the gap exists since the log begins, at step {first.steps[0]:.0f}, so stale weights may be the cause"
     )
     code = "sampler/mismatch"
     if ahead and (grew or age > log.limits["sample_age"]):
@@ -125,20 +124,18 @@ def sampler(log: Log) -> CheckResults:
         evidence += f"; at one step in ten it is {usual:.2g} or less"
         cause = (
             "the gap is not constant, so neither precision nor an option is the cause: some of the engine's workers "
-            "have "
-            "other weights, or some requests go to another model"
+            "have other weights, or some requests go to another model"
         )
         advice = "compare the weights of all workers after a sync, and find the requests of a step that are wrong"
     elif largest > IMPOSSIBLE * max(heat, 1 / heat):
         cause = (
             f"{since}: at each of the last steps one token's log-probabilities differ by {largest:.3g} nats or more, "
-            "which "
-            "neither temperature nor rounding explains; possible causes are other tokens, prompts that were cut or "
-            "shifted, or another choice of experts"
+            "which neither temperature nor rounding explains; possible causes are other tokens, prompts that were cut "
+            "or shifted, or another choice of experts"
         )
     else:
         code, cause = _constant_cause(log, large=now.mean > size.error)
-        cause, off = f"{since}: {cause}", log.source == "keel" and log.option("loss.mismatch.kind") == "none"
+        cause, off = f"{since}; likely: {cause}", log.source == "keel" and log.option("loss.mismatch.kind") == "none"
         advice = either(
             log.unfiltered,
             "take log-probabilities at the sampling temperature and before any filter, in the trainer's precision",
