@@ -35,7 +35,7 @@ def test_the_end_of_what_questions_share_is_tried() -> None:
     ],
 )
 def test_of_rows_that_were_joined_the_last_is_asked(packed: str, last: str) -> None:
-    asked = reworded(Problem("1", packed), CUT_SHORT["from the last repetition of their first word"])
+    asked = reworded(Problem("1", packed), CUT_SHORT["without the text before the last occurrence of their first word"])
     assert asked.prompt == last
 
 

@@ -180,14 +180,14 @@ def slices(given: Given) -> tuple[int, int]:
     if batch < accumulated:
         if accumulated % batch or given.count("num_iterations", 1) > 1:
             raise KeelError(
-                f"gradient_accumulation_steps={accumulated} spans several generations of {batch} slices: set "
-                "rollout.prompts_per_step and optim.minibatches by hand"
+                f"gradient_accumulation_steps={accumulated} spans several generation batches of {batch} "
+                "micro-batches: set rollout.prompts_per_step and optim.minibatches by hand"
             )
         return accumulated, accumulated  # one update on several batches that the same policy sampled
     if batch % accumulated:
         raise KeelError(
-            f"a generation of {batch} slices is not a multiple of gradient_accumulation_steps={accumulated}: set "
-            "optim.minibatches by hand"
+            f"the generation batch has {batch} micro-batches, which is not a multiple of "
+            f"gradient_accumulation_steps={accumulated}: set optim.minibatches by hand"
         )
     return batch, accumulated
 

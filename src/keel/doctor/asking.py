@@ -299,7 +299,7 @@ SAID_OTHERWISE: dict[str, Callable[[str], str]] = {
 CUT_SHORT: dict[str, Callable[[str], str]] = {
     "with only the first half of their words": lambda t: " ".join(t.split()[: len(t.split()) // 2]),
     "with only the second half of their words": lambda t: " ".join(t.split()[len(t.split()) // 2 :]),
-    "from the last repetition of their first word": _last_alone,
+    "without the text before the last occurrence of their first word": _last_alone,
     "without labels": lambda t: _LABEL.sub("", t).strip(),
     "without their first word": lambda t: " ".join(t.split()[1:]),
     "without their last word": lambda t: " ".join(t.split()[:-1]),

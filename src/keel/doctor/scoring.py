@@ -207,7 +207,7 @@ POSITIONS: dict[str, Callable[[int, int], Tensor]] = {  # (prompt length, comple
     "positions that begin at 1": lambda p, n: torch.arange(1, p + n + 1),
     "positions that restart at the completion": lambda p, n: torch.cat((torch.arange(p), torch.arange(n))),
     "every position at 0": lambda p, n: torch.zeros(p + n, dtype=torch.long),
-    "positions that count the completion only": lambda p, n: torch.cat(
+    "positions that are 0 in the prompt and count from 1 in the completion": lambda p, n: torch.cat(
         (torch.zeros(p, dtype=torch.long), torch.arange(1, n + 1))
     ),
 }

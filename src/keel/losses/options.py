@@ -87,7 +87,9 @@ class SharedLossOptions(Options):
         default=False, description="Leave truncated completions out of the policy term; they keep their KL penalty."
     )
     dynamic_sampling: Flag = Field(
-        default=False, description="Resample groups with equal rewards (DAPO); they keep their KL penalty."
+        default=False,
+        description="Draw new problems in place of groups with equal rewards (DAPO); the replaced groups stay in the "
+        "KL term only.",
     )
     dynamic_sampling_rounds: Annotated[PositiveInt, RequiresOption("dynamic_sampling", (True,))] = Field(
         default=3, description="Maximum further rounds of sampling per step."

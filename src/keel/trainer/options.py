@@ -138,7 +138,8 @@ class GuardOptions(Options):
         description="Stop or warn if policy, reference and sampler disagree before the first update.",
     )
     constant_steps: NonNegativeInt = Field(
-        default=10, description="Consecutive steps with equal rewards or zero advantages that log an event; 0: never."
+        default=10,
+        description="Log an event after this many consecutive steps with equal rewards or zero advantages; 0: never.",
     )
 
 

@@ -224,7 +224,7 @@ _WHY = {
         "Run keel doctor on the run's config.yaml to find the cause; guards.on_step0_kl=warn continues training.",
     ),
     "kl/over-budget": (
-        "The KL grew faster than the KL penalty limits it.",
+        "The KL exceeded the KL budget: the KL penalty is too weak for the size of the updates.",
         "Raise kl.beta or lower optim.learning_rate; if a larger KL is intended, raise kl.budget.max and resume.",
     ),
     "guard/rolled-back": (

@@ -355,7 +355,7 @@ def _advice(report: dict[str, Any]) -> str:
         parts.append("In the loss it regularises nothing: its expected gradient is zero; use (logp-ref)**2/2 there.")
     else:
         cosine = report["in_loss"]["cosine"]
-        away = " and can point away from it" if cosine is not None and cosine < 0 else ""
+        away = " and can have a negative cosine to ∇KL(policy‖ref)" if cosine is not None and cosine < 0 else ""
         parts.append(f"In the loss its gradient is no KL's{away}; use (logp-ref)**2/2 there.")
     if report["bare_score"]["loss"] and loss in DIRECTIONS:
         parts.append("With kl.reduction=loss under a loss that averages over each completion it depends on the length.")

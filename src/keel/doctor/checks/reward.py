@@ -227,7 +227,7 @@ def weak(log: Log) -> CheckResults:
     spread, name = log.get("reward/within_group_std"), "within-group std"
     if spread is None:  # the batch's spread is at least that of its groups
         spread = log.need("reward/std", "the spread of the rewards")
-        name = "std over the batch (that of a group is at most as large)"
+        name = "std over the batch (the mean within-group std is at most as large)"
     gain, least = log.need_trend, int(log.limits["steps_to_judge"])
     if len(spread) < least:
         raise Missing(f"{len(spread)} steps are too few to call a reward flat: {least} are needed")
@@ -289,7 +289,8 @@ def part_falling(log: Log) -> CheckResults:
                 "reward/part-falling",
                 f"{name} falls from {change.before:.3g} to {change.after:.3g} while the reward rises from "
                 f"{total.before:.3g} to {total.after:.3g} ({series.span}; chance under noise: {change.chance:.1g})",
-                f"another part pays more for text that fails {name}, so the policy gives {name} up",
+                f"another part pays more for text that fails {name}, so the policy improves that part at the cost "
+                f"of {name}",
                 f"use a larger weight on {name}, or pay the other part only if {name} is earned; read the completions "
                 "with the highest rewards",
             )

@@ -132,7 +132,10 @@ def _failed(setup: KeelSubject) -> Iterator[Finding]:
     )
 
 
-_LESS = "give malformed output a reward slightly below that of a wrong answer (−0.3 or 0), in graded steps"
+_LESS = (
+    "give malformed output a reward only slightly below that of a wrong answer, such as −0.3 or 0, and partial credit "
+    "for a partly correct format"
+)
 
 
 def _cliff(setup: KeelSubject, gold: Sequence[float]) -> Iterator[Finding]:

@@ -229,9 +229,9 @@ def contradiction_findings(setup: KeelSubject) -> Iterator[Finding]:
     shown = setup.policy.tokenizer.decode(list(doubtful[0]))[-60:]
     yield finding(
         "data/misaligned",
-        f"{len(doubtful)} of {len(repeated)} prompts that are drawn more than once have different gold answers, such "
-        f"as {' and '.join(map(repr, [*met[doubtful[0]]][:3]))} after {shown!r}, and the answer of one row earns less "
-        "on the other row",
+        f"{len(doubtful)} of {len(repeated)} repeated prompts have different gold answers (such as "
+        f"{' and '.join(map(repr, [*met[doubtful[0]]][:3]))} for the prompt that ends with {shown!r}), and on one of "
+        "these rows the other row's answer earns less than the row's own",
         "rows with the same question contradict each other: answers were joined by a wrong key, or only one column "
         "was copied",
         "read the rows of one such question, and keep those with correct answers",

@@ -220,8 +220,8 @@ def _reason(reach: _Reach) -> tuple[str, str | Advice]:
         _Reason(
             reach.halves,
             lambda: reach.kl(rounded=False),
-            f"the weights are {kind}: an update of {optim.learning_rate:g} is less than half of their last digit, so "
-            "every update is rounded away",
+            f"the weights are {kind}: an update of {optim.learning_rate:g} is less than half a unit in the last place "
+            "(ULP) of the weights, so every update is rounded away",
             propose("set {}, so that only passes use 16 bits", {"model.dtype": "float32", "optim.precision": kind}),
         ),
         _Reason(

@@ -119,7 +119,7 @@ def reported_finding(reports: Reports, thresholds: Thresholds) -> Finding:
             f"{size}, KL about {kl:.2g} nats per token; bfloat16 alone gives a gap of {average(reports.rounding):.3g} "
             "on average",
             "sampler and trainer run the same weights in different precision or kernels",
-            "run the engine in the trainer's type, or keep loss.mismatch on",
+            "run the engine in the trainer's dtype, or keep loss.mismatch on",
             severity="warning" if worth else "note",
         )
     held_in = _held_in(reports)

@@ -215,8 +215,8 @@ def _swapped(setup: KeelSubject, groups: Sequence[Group], scored: Draws) -> Find
     if not moved or not (decisive or (fits and not by_report)):  # otherwise the reports would fit another prompt
         return None
     evidence = f"{moved} of {rows} completions continue another problem's prompt of the batch: " + (
-        f"the engine's log-probabilities are off by {before:.3g} nats under their own prompts and by {left:.2g} under "
-        "those prompts"
+        f"the engine's log-probabilities are off by {before:.3g} nats under the completions' own prompts and by "
+        f"{left:.2g} under the prompts that fit them best"
         if decisive
         else f"odds e^{odds:.3g} against their own prompts (p-value of the draws under those prompts {chance:.2g})"
     )

@@ -300,7 +300,8 @@ def _sampling_notes(args: Any) -> list[str]:
     if not args.use_vllm and (args.top_p < 1 or args.top_k or args.min_p):
         notes.append(
             "top_p, top_k or min_p truncate the sampled distribution, and transformers' generation does not report "
-            "the removed probability: KL, penalty and budget are biased; use 1.0, 0 and 0.0 in training"
+            "the removed probability. The KL estimate is therefore biased, and so are the KL penalty and the "
+            "comparison with the KL budget: use top_p=1.0, top_k=0 and min_p=0.0 in training"
         )
     if args.repetition_penalty != 1:
         notes.append(

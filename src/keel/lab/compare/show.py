@@ -177,7 +177,7 @@ def _positions(axis: Any, drift: Drift) -> None:
         axis.fill_between(where, low, high, color=colour, alpha=0.2, linewidth=0)
     axis.set(
         title="Exact KL by position",
-        xlabel="position in the completion, as far as a tenth of them reach",
+        xlabel="position in the completion\n(positions that at least a tenth of the completions reach)",
         ylabel="nats per token",
     )
     axis.set_ylim(bottom=0)
