@@ -33,6 +33,9 @@ def test_the_page_is_there_before_the_run_and_is_told_its_end(tmp_path):
         with RunDirectory.create(tmp_path / "run") as run:
             run.write_text("config.yaml", "run: {max_steps: 1}\n")
             JsonlLogger(run).step(1, {"reward/mean": 0.5})
+            end = time.monotonic() + 30
+            while "step 1 of 1" not in ask(port, "/section/state") and time.monotonic() < end:
+                time.sleep(0.05)  # a page is not drawn again at once: drawing may take a part of the time only
             assert "step 1 of 1" in ask(port, "/section/state")
             run.write_json("summary.json", {"steps": 1})
 
