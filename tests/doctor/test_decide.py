@@ -234,7 +234,7 @@ def test_what_stands_around_all_questions_and_irritates_is_found(proven: bool | 
         subject = asked(form="<p>{}</p>", irritating="p", earning=lambda prompt: float(sign not in prompt))
     ((code, found_severity, evidence),) = found(measure_format(subject))
     assert (code, found_severity) == ("prompt/format", severity)
-    assert "p" in evidence
+    assert "<p>" in evidence.replace(" ", "")
     assert found(measure_format(asked(form="<p>{}</p>", irritating="q"))) == []
 
 
